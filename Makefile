@@ -1,0 +1,41 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PROJECT := pyproject.toml constraints.txt
+
+.PHONY: demo test check bench clean
+
+demo: $(VENV)/.train  ## train a small model on real digits, stream pixels into it, draw what it sees
+	$(BIN)/constmem demo
+
+test: $(VENV)/.dev  ## the tests, then once more with every shape annotation checked at run time
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n 2 -q -m "not slow and not gpu and not compiles and not data" tests/test_state.py tests/test_block.py tests/test_neural_processes.py tests/test_stream.py --jaxtyping-packages=constmem,beartype.beartype
+
+check: $(VENV)/.dev  ## style, types, and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.dev  ## measure every claim again
+	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/update.py
+	$(BIN)/python benchmarks/numerics.py
+
+$(VENV)/.pip: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
+	touch $@
+
+$(VENV)/.train: $(VENV)/.pip $(PROJECT)
+	$(PIP) --editable ".[train]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.train $(PROJECT)
+	$(PIP) --editable ".[train,data]" --group dev
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist

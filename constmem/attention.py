@@ -1,0 +1,107 @@
+"""Thin pre-norm modules: cross-attention, self-attention and feed-forward.
+
+The paper's CA and SA are these with a FeedForward behind each. Every module computes
+`f(norm(x)) + residual`, where the residual is `norm(x)` (`residual="normed"`, as in the published
+lineage of models) or `x` itself (`residual="raw"`, as in most transformers).
+"""
+
+from typing import Literal
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+Residual = Literal["normed", "raw"]
+
+
+def check_residual(residual: str) -> None:
+    """Refuse an unknown kind of residual."""
+    if residual not in ("normed", "raw"):
+        raise ValueError(f"residual must be 'normed' or 'raw', not {residual!r}")
+
+
+def check_heads(dim: int, num_heads: int) -> None:
+    """Refuse widths that do not split into heads."""
+    if num_heads < 1 or dim % num_heads:
+        raise ValueError(f"dim={dim} does not split into num_heads={num_heads} equal heads")
+
+
+class CrossAttention(nn.Module):
+    """x attends to a context: softmax(q k') v with pre-norm and residual.
+
+    Example:
+        >>> import torch
+        >>> attend = CrossAttention(dim=8, num_heads=2)
+        >>> x, context = torch.randn(1, 3, 8), torch.randn(1, 5, 8)
+        >>> torch.allclose(attend(x, context), attend(x, context.flip(1)), atol=1e-6)  # a set
+        True
+    """
+
+    def __init__(self, *, dim: int, num_heads: int, residual: Residual = "normed") -> None:
+        super().__init__()
+        check_heads(dim, num_heads)
+        check_residual(residual)
+        self.num_heads = num_heads
+        self.normed = residual == "normed"
+        self.norm = nn.LayerNorm(dim)
+        self.norm_context = nn.LayerNorm(dim)
+        self.attention = _Attention(dim, num_heads)
+
+    def forward(self, x: Float[Tensor, "b m d"], context: Float[Tensor, "b n d"]) -> Float[Tensor, "b m d"]:
+        normed = self.norm(x)
+        out: Tensor = self.attention(normed, self.norm_context(context))
+        return out + (normed if self.normed else x)
+
+
+class SelfAttention(nn.Module):
+    """x attends to itself, with pre-norm and residual."""
+
+    def __init__(self, *, dim: int, num_heads: int, residual: Residual = "normed") -> None:
+        super().__init__()
+        check_heads(dim, num_heads)
+        check_residual(residual)
+        self.normed = residual == "normed"
+        self.norm = nn.LayerNorm(dim)
+        self.attention = _Attention(dim, num_heads)
+
+    def forward(self, x: Float[Tensor, "b m d"]) -> Float[Tensor, "b m d"]:
+        normed = self.norm(x)
+        out: Tensor = self.attention(normed, normed)
+        return out + (normed if self.normed else x)
+
+
+class _Attention(nn.Module):
+    """Multi-head attention without norm or residual: q, k, v have no bias, the output has one."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.query = nn.Linear(dim, dim, bias=False)
+        self.key_value = nn.Linear(dim, 2 * dim, bias=False)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: Float[Tensor, "b m d"], context: Float[Tensor, "b n d"]) -> Float[Tensor, "b m d"]:
+        q = self.query(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (b, h, m, c)
+        kv = self.key_value(context).unflatten(-1, (2, self.num_heads, -1))
+        k, v = kv.transpose(1, 3).unbind(2)  # (b, h, n, c) each
+        attended = F.scaled_dot_product_attention(q, k, v)
+        out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
+        return out
+
+
+class FeedForward(nn.Module):
+    """A gated feed-forward layer (GEGLU) with pre-norm and residual."""
+
+    def __init__(self, *, dim: int, hidden: int, residual: Residual = "normed") -> None:
+        super().__init__()
+        check_residual(residual)
+        self.normed = residual == "normed"
+        self.norm = nn.LayerNorm(dim)
+        self.expand = nn.Linear(dim, 2 * hidden)
+        self.contract = nn.Linear(hidden, dim)
+
+    def forward(self, x: Float[Tensor, "b m d"]) -> Float[Tensor, "b m d"]:
+        normed = self.norm(x)
+        content, gate = self.expand(normed).chunk(2, -1)
+        out: Tensor = self.contract(content * F.gelu(gate))
+        return out + (normed if self.normed else x)

@@ -1,0 +1,294 @@
+"""The Constant Memory Attention Block: observe data into a state, read latents from the state.
+
+    CMAB(latents, data) = SA(CA(latents, SA(CA(slots, data))))
+
+Only the innermost cross-attention sees data, and its queries are the learned slots. So a block
+splits exactly in two: `observe` (data to state) and `read` (state to latents). What the blocks of a
+stack observe does not depend on one another: all of them look at a chunk in one pass.
+"""
+
+from math import sqrt
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from constmem.attention import (
+    CrossAttention,
+    FeedForward,
+    Residual,
+    SelfAttention,
+    check_heads,
+    check_residual,
+)
+from constmem.checks import positive
+from constmem.state import AttentionState
+
+
+class Prepared(NamedTuple):
+    """What an `Observation` computes from its parameters alone, before it meets any data."""
+
+    queries: Float[Tensor, "depth h s c"]
+    weight: Float[Tensor, "kv d"]
+    shift: Float[Tensor, " kv"]
+
+
+class _Memory(NamedTuple):
+    """A `Prepared`, and by what to know that it still holds."""
+
+    key: object
+    bits: list[Tensor]
+    sums: list[int]
+    prepared: Prepared
+
+
+class Observation(nn.Module):
+    """The slots of `depth` blocks, and their view of tokens as keys and values.
+
+    One normalisation of the tokens serves all blocks: its scale and shift, which each block has of
+    its own, are folded into one wide projection.
+    """
+
+    def __init__(self, *, dim: int, depth: int, num_slots: int, num_heads: int) -> None:
+        super().__init__()
+        check_heads(dim, num_heads)
+        self.dim, self.num_heads = dim, num_heads
+        self._memory: _Memory | None = None
+        bound = 1 / sqrt(dim)
+        self.slots = nn.Parameter(torch.randn(depth, num_slots, dim))
+        self.slots_scale = nn.Parameter(torch.ones(depth, 1, dim))
+        self.slots_shift = nn.Parameter(torch.zeros(depth, 1, dim))
+        self.tokens_scale = nn.Parameter(torch.ones(depth, 1, dim))
+        self.tokens_shift = nn.Parameter(torch.zeros(depth, dim, 1))
+        self.query = nn.Parameter(torch.empty(depth, dim, dim).uniform_(-bound, bound))
+        self.key_value = nn.Parameter(torch.empty(2, depth, dim, dim).uniform_(-bound, bound))
+
+    def normed_slots(self) -> Float[Tensor, "depth s d"]:
+        """The slots after their normalisation."""
+        return F.layer_norm(self.slots, (self.dim,)) * self.slots_scale + self.slots_shift
+
+    def prepared(self) -> Prepared:
+        """The fixed queries, scaled, and the wide projection to keys and values.
+
+        On a CPU, where computing them would take most of a small update's time, they are remembered
+        while the parameters stay the same. Version counters do not tell all, since some code writes to
+        `parameter.data` behind their back: so a sample of their bits is added up each time.
+        """
+        if torch.is_grad_enabled() or self.slots.device.type != "cpu" or _is_traced():
+            return self._prepare()
+        parameters = [p for p in self._parameters.values() if p is not None]
+        key = self.slots.dtype, [_identity(p) for p in parameters]
+        memory = self._memory
+        if memory is None or memory.key != key or memory.sums != _bit_sums(memory.bits):
+            bits = [p.detach().view(-1).view(torch.int64)[::61] for p in parameters if p.numel() > 999]
+            memory = self._memory = _Memory(key, bits, _bit_sums(bits), self._prepare())
+        return memory.prepared
+
+    def _prepare(self) -> Prepared:
+        scale = 1 / sqrt(self.dim // self.num_heads)
+        q = self.normed_slots() @ (self.query * scale).mT
+        return Prepared(
+            q.unflatten(-1, (self.num_heads, -1)).transpose(1, 2).contiguous(),
+            (self.key_value * self.tokens_scale).flatten(0, 2),
+            (self.key_value @ self.tokens_shift).flatten(),
+        )
+
+    def observe(
+        self,
+        tokens: Float[Tensor, "b n d"],
+        mask: Tensor | None = None,
+        log_weight: Tensor | None = None,
+    ) -> AttentionState:
+        """The state of exactly these tokens, for all blocks in one pass."""
+        prepared = self.prepared()
+        k, v = self._keys_values(tokens, prepared)
+        return AttentionState.observe(prepared.queries, k, v, mask, log_weight)
+
+    def forward(
+        self, tokens: Float[Tensor, "b n d"]
+    ) -> tuple[Float[Tensor, "b depth h n c"], Float[Tensor, "b depth h n c"]]:
+        """Keys and values of every token for every block."""
+        return self._keys_values(tokens, self.prepared())
+
+    def _keys_values(self, tokens: Tensor, prepared: Prepared) -> tuple[Tensor, Tensor]:
+        kv = F.linear(F.layer_norm(tokens, (self.dim,)), prepared.weight, prepared.shift)
+        b, n, _ = kv.shape
+        kv = kv.view(b, n, 2, -1, self.num_heads, self.dim // self.num_heads)
+        k, v = kv.permute(2, 0, 3, 4, 1, 5).unbind(0)
+        return k, v
+
+
+def _bit_sums(bits: list[Tensor]) -> list[int]:
+    return [int(b.sum()) for b in bits]
+
+
+def _identity(p: nn.Parameter) -> tuple[int, int]:
+    return p.data_ptr(), 0 if p.is_inference() else p._version
+
+
+def _is_traced() -> bool:
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+class Reading(nn.Module):
+    """The constant part of one block: from what its slots hold to new latents."""
+
+    def __init__(self, *, dim: int, num_heads: int, hidden: int, residual: Residual) -> None:
+        super().__init__()
+        attention = {"dim": dim, "num_heads": num_heads, "residual": residual}
+        self.out = nn.Linear(dim, dim)
+        self.data = nn.Sequential(
+            FeedForward(dim=dim, hidden=hidden, residual=residual),
+            SelfAttention(**attention),  # type: ignore[arg-type]
+            FeedForward(dim=dim, hidden=hidden, residual=residual),
+        )
+        self.cross = CrossAttention(**attention)  # type: ignore[arg-type]
+        self.latents = nn.Sequential(
+            FeedForward(dim=dim, hidden=hidden, residual=residual),
+            SelfAttention(**attention),  # type: ignore[arg-type]
+            FeedForward(dim=dim, hidden=hidden, residual=residual),
+        )
+
+    def forward(
+        self,
+        value: Float[Tensor, "b h s c"],
+        slots: Float[Tensor, "s d"],
+        latents: Float[Tensor, "b l d"],
+    ) -> Float[Tensor, "b l d"]:
+        seen = self.out(value.transpose(1, 2).flatten(2)) + slots
+        out: Tensor = self.latents(self.cross(latents, self.data(seen)))
+        return out
+
+
+class CMABStack(nn.Module):
+    """`depth` blocks whose states are one `AttentionState` with a depth axis.
+
+    Example:
+        >>> stack = CMABStack(depth=2, dim=16, num_slots=4, num_heads=2)
+        >>> tokens, latents = torch.randn(1, 10, 16), torch.randn(1, 3, 16)
+        >>> one_by_one = stack.observe(tokens[:, :1])
+        >>> for i in range(1, 10):
+        ...     one_by_one = one_by_one.merge(stack.observe(tokens[:, i : i + 1]))
+        >>> levels = stack.read(one_by_one, latents)
+        >>> torch.allclose(levels[-1], stack(latents, tokens)[-1], atol=1e-5)
+        True
+    """
+
+    def __init__(
+        self,
+        *,
+        depth: int,
+        dim: int = 64,
+        num_slots: int = 128,
+        num_heads: int = 4,
+        hidden: int = 128,
+        residual: Residual = "normed",
+    ) -> None:
+        super().__init__()
+        for name, number in (("depth", depth), ("num_slots", num_slots), ("hidden", hidden)):
+            positive(name, number)
+        check_residual(residual)
+        self.normed = residual == "normed"
+        self.observation = Observation(dim=dim, depth=depth, num_slots=num_slots, num_heads=num_heads)
+        self.readings = nn.ModuleList(
+            Reading(dim=dim, num_heads=num_heads, hidden=hidden, residual=residual) for _ in range(depth)
+        )
+
+    def observe(
+        self,
+        tokens: Float[Tensor, "b n d"],
+        mask: Tensor | None = None,
+        log_weight: Tensor | None = None,
+    ) -> AttentionState:
+        """The state of exactly these tokens, for all blocks in one pass."""
+        return self.observation.observe(tokens, mask, log_weight)
+
+    def empty(self, batch: int) -> AttentionState:
+        """The state of nothing."""
+        *shape, channels = self.layout
+        device = self.observation.slots.device
+        return AttentionState.empty((batch, *shape), channels, device=device)
+
+    @property
+    def layout(self) -> tuple[int, int, int, int]:
+        """The shape of a state, but for the batch: (depth, heads, slots, channels)."""
+        depth, slots, dim = self.observation.slots.shape
+        heads = self.observation.num_heads
+        return depth, heads, slots, dim // heads
+
+    def read(self, state: AttentionState, latents: Float[Tensor, "b l d"]) -> list[Float[Tensor, "b l d"]]:
+        """The latents after each block."""
+        observation = self.observation
+        slots = observation.normed_slots() if self.normed else observation.slots
+        values = state.value.to(latents.dtype)
+        levels: list[Tensor] = []
+        for i, reading in enumerate(self.readings):
+            latents = reading(values[:, i], slots[i], latents)
+            levels.append(latents)
+        return levels
+
+    def forward(
+        self,
+        latents: Float[Tensor, "b l d"],
+        tokens: Float[Tensor, "b n d"],
+        mask: Tensor | None = None,
+    ) -> list[Float[Tensor, "b l d"]]:
+        return self.read(self.observe(tokens, mask), latents)
+
+
+class CMAB(nn.Module):
+    """One block: SA(CA(latents, SA(CA(slots, tokens)))), as `observe` and `read`.
+
+    Example:
+        >>> block = CMAB(dim=16, num_slots=4, num_heads=2)
+        >>> tokens, latents = torch.randn(1, 10, 16), torch.randn(1, 3, 16)
+        >>> state = block.observe(tokens[:, :7]).merge(block.observe(tokens[:, 7:]))
+        >>> torch.allclose(block.read(state, latents), block(latents, tokens), atol=1e-5)
+        True
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int = 64,
+        num_slots: int = 128,
+        num_heads: int = 4,
+        hidden: int = 128,
+        residual: Residual = "normed",
+    ) -> None:
+        super().__init__()
+        self.stack = CMABStack(
+            depth=1,
+            dim=dim,
+            num_slots=num_slots,
+            num_heads=num_heads,
+            hidden=hidden,
+            residual=residual,
+        )
+
+    def observe(
+        self,
+        tokens: Float[Tensor, "b n d"],
+        mask: Tensor | None = None,
+        log_weight: Tensor | None = None,
+    ) -> AttentionState:
+        """The state of exactly these tokens."""
+        return self.stack.observe(tokens, mask, log_weight)
+
+    def empty(self, batch: int) -> AttentionState:
+        """The state of nothing."""
+        return self.stack.empty(batch)
+
+    def read(self, state: AttentionState, latents: Float[Tensor, "b l d"]) -> Float[Tensor, "b l d"]:
+        """New latents from a state."""
+        return self.stack.read(state, latents)[0]
+
+    def forward(
+        self,
+        latents: Float[Tensor, "b l d"],
+        tokens: Float[Tensor, "b n d"],
+        mask: Tensor | None = None,
+    ) -> Float[Tensor, "b l d"]:
+        return self.read(self.observe(tokens, mask), latents)

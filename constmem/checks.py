@@ -1,0 +1,70 @@
+"""Checks at the public border: what is wrong, where, and what to do about it."""
+
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+
+def finite(name: str, tensor: Tensor, mask: Tensor | None = None, *, first: int = 0) -> None:
+    """Refuse NaN and infinity, naming the first index; what the mask leaves out may hold anything.
+
+    `first` is the number of points before `tensor` in the data it was cut from.
+    """
+    if torch.compiler.is_compiling() or isfinite(tensor.detach().sum()):
+        return  # a finite sum has finite terms; the other way round is looked at closely
+    good = torch.isfinite(tensor)
+    if mask is not None:
+        good = good | ~mask[..., None]
+    if bool(good.all()):
+        return
+    bad = ~good
+    b, n, c = (int(i) for i in bad.nonzero()[0])
+    raise ValueError(
+        f"{name}[{b}, {n + first}, {c}] is {tensor[b, n, c].item()}: every value of {name} must be "
+        "finite; leave points out with mask= (True = real)"
+    )
+
+
+def points(name: str, tensor: Tensor, dim: int, like: Tensor | None = None, *, device: torch.device) -> None:
+    """Refuse anything but floating (b, n, dim) on `device`, with the batch and points of `like`."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name} must be a floating-point tensor, not {kind}: convert it first")
+    if tensor.ndim != 3 or tensor.shape[-1] != dim:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}, but (batch, points, {dim}) is needed"
+            + (": add the missing axes with tensor[None]" if tensor.ndim < 3 else "")
+        )
+    if like is not None and tensor.shape[:2] != like.shape[:2]:
+        raise ValueError(
+            f"{name} has (batch, points) {tuple(tensor.shape[:2])}, but x has {tuple(like.shape[:2])}: "
+            "they must be the same"
+        )
+    if tensor.device != device:
+        raise ValueError(
+            f"{name} is on {tensor.device}, but the model is on {device}: "
+            f"move one of them, for instance {name}.to({str(device)!r})"
+        )
+
+
+def per_point(name: str, tensor: Tensor, like: Tensor) -> None:
+    """Refuse anything but one number for each point of `like`, on the same device."""
+    if tensor.shape != like.shape[:2] or tensor.device != like.device:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} on {tensor.device}, but one entry a point is "
+            f"needed: {tuple(like.shape[:2])} on {like.device}"
+        )
+
+
+def mask(tensor: Tensor, like: Tensor) -> None:
+    """Refuse a mask that is not boolean (batch, points)."""
+    if tensor.dtype != torch.bool:
+        raise TypeError(f"mask must be boolean (True = real), not {tensor.dtype}: use mask != 0")
+    per_point("mask", tensor, like)
+
+
+def positive(name: str, number: int) -> None:
+    """Refuse a size that is not a whole number of at least one."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, not {number!r}")

@@ -1,0 +1,21 @@
+"""From data to tokens: multi-layer perceptrons on points."""
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+class MLP(nn.Module):
+    """`depth` linear layers with ReLU between them."""
+
+    def __init__(self, *, dim_in: int, dim_hidden: int, dim_out: int, depth: int) -> None:
+        super().__init__()
+        if depth < 1:
+            raise ValueError(f"an MLP needs a depth of at least 1, not {depth}")
+        widths = [dim_in] + [dim_hidden] * (depth - 1) + [dim_out]
+        self.layers = nn.ModuleList(map(nn.Linear, widths[:-1], widths[1:]))
+
+    def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
+        for i, layer in enumerate(self.layers):
+            x = layer(x if i == 0 else F.relu(x))
+        return x

@@ -1,0 +1,67 @@
+"""Writing files so that a crash, a full disk or Ctrl-C never leaves half of one behind."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as _to_bytes
+from torch import Tensor
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> Path:
+    """Write `content` under a temporary name beside `path`, then rename it into place."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def write_text(path: str | os.PathLike[str], content: str) -> Path:
+    """Write text the same way, as UTF-8."""
+    return write_bytes(path, content.encode())
+
+
+def write_tensors(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict[str, str]) -> Path:
+    """Write tensors and a header of strings as one safetensors file."""
+    plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    return write_bytes(path, _to_bytes(plain, metadata=header))
+
+
+def read_tensors(
+    path: str | os.PathLike[str], *, kind: str, version: int
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read what `write_tensors` wrote, and refuse anything that is not a `kind` of a known version."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}: expected a {kind} written by constmem")
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path} is not a readable safetensors file ({error}): it is cut short or of another "
+            f"format; write the {kind} again"
+        ) from error
+    if header.get("format") != kind:
+        raise ValueError(
+            f"{path} is a safetensors file, but holds {header.get('format', 'no constmem header')!r} "
+            f"where {kind!r} was expected"
+        )
+    found = int(header.get("version", "0"))
+    if found != version:
+        raise ValueError(
+            f"{path} is a {kind} of format version {found}; this constmem reads version {version}: "
+            "install the constmem that wrote it, or write it again"
+        )
+    return tensors, header

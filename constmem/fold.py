@@ -1,0 +1,133 @@
+"""Conditioning on chunks in constant memory, forwards and backwards.
+
+Forwards, chunks are observed one after another and merged. Backwards, nothing was kept but the
+chunks themselves (the user's own data) and the final state: each chunk's keys and values are
+computed again, and their gradients follow from the *whole* softmax, since a point's share of it is
+exp(score - lse). So the peak is that of one chunk, however many there are.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from constmem import kernels
+from constmem.state import AttentionState, bias_of
+
+Chunk = tuple[Tensor, Tensor, Tensor | None]  # x, y, mask
+
+
+def fold(project: nn.Module, q: Tensor, chunks: list[Chunk]) -> AttentionState:
+    """The state of all chunks together, reduce(merge, map(observe, chunks)), with a lean gradient.
+
+    Args:
+        project: maps (x, y) to keys and values, point by point.
+        q: the fixed queries.
+        chunks: kept until the backward pass; nothing computed from them is.
+    """
+    parameters = dict(project.named_parameters())
+    points = [t for x, y, _ in chunks for t in (x, y)]
+    masks = [mask for *_, mask in chunks]
+    inputs = tuple(parameters), masks, q, *parameters.values(), *points
+    value, lse, count = _Fold.apply(project, *inputs)  # type: ignore[no-untyped-call]
+    return AttentionState(value, lse, count)
+
+
+def _stream(project: nn.Module, q: Tensor, chunks: Iterable[Chunk]) -> AttentionState:
+    state: AttentionState | None = None
+    for x, y, mask in chunks:
+        k, v = project(x, y)
+        part = AttentionState.observe(q, k, v, mask)
+        state = part if state is None else state.merge(part)
+    if state is None:
+        raise ValueError("there are no chunks to condition on")
+    return state
+
+
+class _Fold(torch.autograd.Function):
+    """`_stream` with a backward pass that walks the chunks a second time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        project: nn.Module,
+        names: tuple[str, ...],
+        masks: list[Tensor | None],
+        q: Tensor,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        points = tensors[len(names) :]
+        chunks = zip(points[::2], points[1::2], masks, strict=True)
+        state = _stream(project, q, chunks)
+        device = state.value.device.type
+        ctx.project, ctx.names, ctx.masks = project, names, masks
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        ctx.save_for_backward(state.value, state.lse, q, *tensors)
+        ctx.mark_non_differentiable(state.count)
+        ctx.set_materialize_grads(False)
+        return state.value, state.lse, state.count
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_value: Tensor | None, grad_lse: Tensor | None, _: None) -> Any:
+        value, lse, q, *tensors = ctx.saved_tensors
+        grad_value = torch.zeros_like(value) if grad_value is None else grad_value
+        leaves = [
+            t.detach().requires_grad_(needed)
+            for t, needed in zip(tensors, ctx.needs_input_grad[4:], strict=True)
+        ]
+        parameters = dict(zip(ctx.names, leaves, strict=False))
+        points = leaves[len(ctx.names) :]
+        whole = value, lse, grad_value, grad_lse
+        grads: dict[int, Tensor] = {}
+        grad_q = torch.zeros_like(q)
+        device, dtype, enabled = ctx.autocast
+        for x, y, mask in zip(points[::2], points[1::2], ctx.masks, strict=True):
+            with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled):
+                k, v = functional_call(ctx.project, parameters, (x, y))
+            grad_part, *upstream = _part_backward(q, k.detach(), v.detach(), mask, *whole)
+            grad_q += grad_part
+            wanted = [t for t in (*parameters.values(), x, y) if t.requires_grad]
+            found = torch.autograd.grad((k, v), wanted, upstream, allow_unused=True)
+            _accumulate(grads, zip(wanted, found, strict=True))
+        return None, None, None, grad_q, *(grads.get(id(leaf)) for leaf in leaves)
+
+
+def _part_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    value: Tensor,
+    lse: Tensor,
+    grad_value: Tensor,
+    grad_lse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of one chunk's q, k and v as a part of the whole softmax."""
+    wide = torch.promote_types(k.dtype, torch.float32)
+    flat_k, flat_v = (t.flatten(1, -3) for t in (k, v))
+    flat_q, bias = q.detach().flatten(0, -3), bias_of(mask, None, k.dtype)
+    grad_q, grad_k, grad_v = kernels.attend_backward(
+        kernels.choose(flat_q, flat_k, flat_v, bias),
+        flat_q,
+        flat_k,
+        flat_v,
+        bias,
+        value.flatten(1, -3).to(k.dtype),
+        lse.flatten(1, -2).to(wide),
+        grad_value.flatten(1, -3).to(k.dtype),
+        None if grad_lse is None else grad_lse.flatten(1, -2).to(wide),
+    )
+    return grad_q.view_as(q), grad_k.reshape(k.shape), grad_v.reshape(v.shape)
+
+
+def _accumulate(grads: dict[int, Tensor], found: Iterator[tuple[Tensor, Tensor | None]]) -> None:
+    for leaf, grad in found:
+        if grad is None:
+            continue
+        if id(leaf) in grads:
+            grads[id(leaf)] += grad
+        else:
+            grads[id(leaf)] = grad.clone()

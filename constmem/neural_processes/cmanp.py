@@ -1,0 +1,130 @@
+"""Constant Memory Attentive Neural Process: stacked CMABs, and a decoder that reads every level."""
+
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from constmem.attention import CrossAttention, FeedForward, Residual
+from constmem.block import CMABStack, Observation
+from constmem.embed import MLP
+from constmem.fold import Chunk, fold
+from constmem.heads import Gaussian, Std
+from constmem.neural_processes.base import NeuralProcess
+from constmem.state import AttentionState
+
+
+class CMANP(NeuralProcess):
+    """A neural process in constant memory: conditioning, updating, and (training's) gradients too.
+
+    The defaults are the paper's sizes.
+
+    Args:
+        dim_x, dim_y: channels of inputs and outputs.
+        dim: width of all tokens.
+        depth: number of blocks, and of decoder layers.
+        num_slots: learned queries a block looks at the data with; they size the state.
+        num_latents: vectors the blocks hand to each other.
+        hidden: width inside feed-forward layers and the predictor.
+        embed_depth: layers of the two embedding MLPs.
+        residual: "normed" as in the published models, or "raw".
+        std: "bounded" (at least 0.05) or "exp".
+
+    Example:
+        >>> model = CMANP(dim_x=1, dim_y=1, dim=16, depth=2, num_slots=8, num_latents=8).eval()
+        >>> x, y = torch.rand(1, 50, 1), torch.rand(1, 50, 1)
+        >>> with torch.no_grad():
+        ...     streamed = model.update(model.condition(x[:, :30], y[:, :30]), x[:, 30:], y[:, 30:])
+        ...     at_once = model.condition(x, y)
+        ...     same = torch.allclose(
+        ...         model.query(streamed, x).mean, model.query(at_once, x).mean, atol=1e-5)
+        >>> same, streamed.nbytes == at_once.nbytes, streamed.count.item()
+        (True, True, 50)
+    """
+
+    name: ClassVar[str] = "cmanp"
+
+    def __init__(
+        self,
+        *,
+        dim_x: int,
+        dim_y: int,
+        dim: int = 64,
+        depth: int = 6,
+        num_slots: int = 128,
+        num_latents: int = 128,
+        num_heads: int = 4,
+        hidden: int = 128,
+        embed_depth: int = 4,
+        residual: Residual = "normed",
+        std: Std = "bounded",
+    ) -> None:
+        config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        super().__init__(dim_x=dim_x, dim_y=dim_y, config=config)
+        self.embed = MLP(dim_in=dim_x + dim_y, dim_hidden=dim, dim_out=dim, depth=embed_depth)
+        self.embed_target = MLP(dim_in=dim_x, dim_hidden=dim, dim_out=dim, depth=embed_depth)
+        self.latents = nn.Parameter(torch.randn(num_latents, dim))
+        self.stack = CMABStack(
+            depth=depth,
+            dim=dim,
+            num_slots=num_slots,
+            num_heads=num_heads,
+            hidden=hidden,
+            residual=residual,
+        )
+        self.cross = nn.ModuleList(
+            CrossAttention(dim=dim, num_heads=num_heads, residual=residual) for _ in range(depth)
+        )
+        self.feed = nn.ModuleList(
+            FeedForward(dim=dim, hidden=hidden, residual=residual) for _ in range(depth)
+        )
+        self.head = Gaussian(dim=dim, hidden=hidden, dim_y=dim_y, std=std)
+
+    def empty(self, batch: int = 1) -> AttentionState:
+        return self.stack.empty(batch)
+
+    def _observe(
+        self, x: Tensor, y: Tensor, mask: Tensor | None, log_weight: Tensor | None
+    ) -> AttentionState:
+        tokens = self.embed(torch.cat([x, y], -1).to(self.latents.dtype))
+        return self.stack.observe(tokens, mask, log_weight)
+
+    def _fold(self, chunks: list[Chunk]) -> AttentionState:
+        observation = self.stack.observation
+        return fold(_Projection(self.embed, observation), observation.prepared().queries, chunks)
+
+    def observing_parameters(self) -> list[nn.Parameter]:
+        modules = *self.embed.layers, self.stack.observation
+        return [p for module in modules for p in module._parameters.values() if p is not None]
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        return self.stack.layout
+
+    def read(self, state: AttentionState) -> Float[Tensor, "b depth l d"]:
+        """The latents after every block."""
+        latents = self.latents.expand(state.value.shape[0], -1, -1)
+        return torch.stack(self.stack.read(state, latents), 1)
+
+    def decode(
+        self, memory: Float[Tensor, "b depth l d"], xt: Float[Tensor, "b m x"]
+    ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
+        tokens = self.embed_target(xt.to(memory.dtype))
+        for level, cross, feed in zip(memory.unbind(1), self.cross, self.feed, strict=True):
+            tokens = feed(cross(tokens, level))
+        mean, std = self.head(tokens)
+        return mean, std
+
+
+class _Projection(nn.Module):
+    """From points to the keys and values of all blocks."""
+
+    def __init__(self, embed: MLP, observation: Observation) -> None:
+        super().__init__()
+        self.embed, self.observation = embed, observation
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        points = torch.cat([x, y], -1).to(self.observation.slots.dtype)
+        k, v = self.observation(self.embed(points))
+        return k, v

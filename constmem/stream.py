@@ -1,0 +1,214 @@
+"""`Stream`: the one mutable object, a model and the state of all it has been shown."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import reduce
+from math import ceil, log
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.distributions import Distribution
+
+from constmem import checks
+from constmem.files import read_tensors, write_tensors
+from constmem.neural_processes import NeuralProcess
+from constmem.state import AttentionState
+
+KIND, VERSION = "constmem.stream", 1
+
+
+@dataclass(frozen=True)
+class Decay:
+    """Forget exponentially: a point's weight halves with every `half_life` points after it."""
+
+    half_life: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.half_life < float("inf"):
+            raise ValueError(f"half_life must be a positive number of points, not {self.half_life}")
+
+    @property
+    def rate(self) -> float:
+        """The logarithm of the weight lost with each point."""
+        return log(2) / self.half_life
+
+
+@dataclass(frozen=True)
+class Window:
+    """Remember at least the last `points` points, and at most one bucket (points / buckets) more.
+
+    Each bucket is a state of its own, so memory is `buckets` + 1 states whatever has passed.
+    """
+
+    points: int
+    buckets: int = 8
+
+    def __post_init__(self) -> None:
+        checks.positive("points", self.points)
+        checks.positive("buckets", self.buckets)
+        if self.buckets > self.points:
+            raise ValueError(f"{self.buckets} buckets cannot share {self.points} points")
+
+    @property
+    def bucket(self) -> int:
+        """Points a bucket holds."""
+        return ceil(self.points / self.buckets)
+
+
+class Stream:
+    """A model that is shown points as they come and asked for predictions in between.
+
+    Nothing is kept but the state; reading it, the costly half of a query, waits until somebody asks
+    and is remembered until the next observation. No gradients are recorded.
+
+    Args:
+        model: a trained model.
+        batch: how many independent streams run side by side.
+        forget: None, `Decay(half_life)` or `Window(points, buckets)`; masked points count as steps.
+
+    Example:
+        >>> from constmem import CMANP
+        >>> model = CMANP(dim_x=1, dim_y=1, dim=16, depth=2, num_slots=8, num_latents=8).eval()
+        >>> stream = Stream(model)
+        >>> before = stream.nbytes
+        >>> for _ in range(100):
+        ...     stream.observe(torch.rand(1, 1, 1), torch.rand(1, 1, 1))
+        >>> stream.count.item(), stream.nbytes == before
+        (100, True)
+        >>> stream.predict(torch.rand(1, 5, 1)).mean.shape
+        torch.Size([1, 5, 1])
+    """
+
+    def __init__(self, model: NeuralProcess, *, batch: int = 1, forget: Decay | Window | None = None) -> None:
+        checks.positive("batch", batch)
+        self.model, self.forget = model, forget
+        self._parts = [model.empty(batch)]  # oldest first; more than one only for a Window
+        self._filled = 0  # points in the newest bucket
+        self._memory: Tensor | None = None
+
+    def observe(
+        self,
+        x: Float[Tensor, "b n x"],
+        y: Float[Tensor, "b n y"],
+        *,
+        mask: Tensor | None = None,
+        chunk: int = 4096,
+    ) -> None:
+        """Take in more points; after an error, or Ctrl-C, the stream is as it was before the call."""
+        checks.positive("chunk", chunk)
+        parts, filled = self._parts, self._filled
+        with torch.no_grad():
+            if not isinstance(self.forget, Window):
+                parts = [self._remembered(parts[0], x, y, mask, chunk)]
+            else:
+                self.model._check(x, y, mask)
+                for start, stop, filled in self._pieces(x.shape[1]):
+                    here = slice(start, stop)
+                    part_mask = None if mask is None else mask[:, here]
+                    newest = self.model.update(parts[-1], x[:, here], y[:, here], mask=part_mask, chunk=chunk)
+                    parts = [*parts[:-1], newest]
+                    if filled == 0:  # the bucket is full: open the next, let the oldest go
+                        parts = [*parts, self.model.empty(x.shape[0])][-self.forget.buckets - 1 :]
+        self._parts, self._filled, self._memory = parts, filled, None
+
+    def predict(self, xt: Float[Tensor, "b m x"], *, chunk: int = 4096) -> Distribution:
+        """The predictive distribution at the targets, given all that is remembered."""
+        checks.points("xt", xt, self.model.dim_x, device=self.model.device)
+        checks.finite("xt", xt)
+        with torch.no_grad():
+            if self._memory is None:
+                self._memory = self.model.read(self.state)
+            return self.model.predict(self._memory, xt, chunk=chunk)
+
+    @property
+    def state(self) -> AttentionState:
+        """The state of all that is remembered."""
+        return reduce(AttentionState.merge, self._parts)
+
+    @property
+    def count(self) -> Int[Tensor, " b"]:
+        """How many points are remembered (all that were observed, unless a window slides)."""
+        return self.state.count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of state held."""
+        return sum(part.nbytes for part in self._parts)
+
+    def fork(self) -> "Stream":
+        """An independent stream that goes on from here; states are shared, since they never change."""
+        other = Stream(self.model, batch=self._parts[0].value.shape[0], forget=self.forget)
+        other._parts, other._filled, other._memory = self._parts, self._filled, self._memory
+        return other
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the stream (without its model), atomically, as one safetensors file."""
+        forget = self.forget and {"kind": type(self.forget).__name__, **asdict(self.forget)}
+        header = {
+            "format": KIND,
+            "version": str(VERSION),
+            "fingerprint": self.model.fingerprint(),
+            "shell": json.dumps({"forget": forget, "filled": self._filled}),
+        }
+        parts = [part.to(dtype=torch.float64) for part in self._parts]
+        tensors = {
+            "value": torch.stack([part.value for part in parts]),
+            "lse": torch.stack([part.lse for part in parts]),
+            "count": torch.stack([part.count for part in parts]),
+        }
+        write_tensors(path, tensors, header)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], model: NeuralProcess) -> "Stream":
+        """A stream that `save` wrote, with the model it ran on."""
+        tensors, header = read_tensors(path, kind=KIND, version=VERSION)
+        if header["fingerprint"] != model.fingerprint():
+            raise ValueError(
+                f"{path} was written by other weights (fingerprint {header['fingerprint']}, this model "
+                f"{model.fingerprint()}): load the model it ran on"
+            )
+        shell = json.loads(header["shell"])
+        kinds: dict[str, Any] = {"Decay": Decay, "Window": Window}
+        settings = shell["forget"] or {}
+        forget = kinds[settings.pop("kind")](**settings) if settings else None
+        stream = Stream(model, batch=tensors["count"].shape[1], forget=forget)
+        stream._parts = [
+            AttentionState(value, lse, count, header["fingerprint"]).to(model.device)
+            for value, lse, count in zip(*(tensors[n] for n in ("value", "lse", "count")), strict=True)
+        ]
+        stream._filled = shell["filled"]
+        return stream
+
+    def _remembered(
+        self, state: AttentionState, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int
+    ) -> AttentionState:
+        if self.forget is None:
+            return self.model.update(state, x, y, mask=mask, chunk=chunk)
+        assert isinstance(self.forget, Decay)
+        self.model._check(x, y, mask)
+        for start in range(0, x.shape[1], chunk):
+            here = slice(start, start + chunk)
+            xs, ys = x[:, here], y[:, here]
+            steps = torch.arange(xs.shape[1] - 1, -1, -1, dtype=xs.dtype, device=xs.device)
+            part = self.model.observe(
+                xs,
+                ys,
+                mask=None if mask is None else mask[:, here],
+                log_weight=(-self.forget.rate * steps).expand(xs.shape[0], -1),
+            )
+            state = state.decay(-self.forget.rate * xs.shape[1]).merge(part)
+        return replace(state, fingerprint=self.model.fingerprint())
+
+    def _pieces(self, n: int) -> Iterator[tuple[int, int, int]]:
+        """Cut n points at the edges of buckets: (start, stop, points in the bucket after it)."""
+        assert isinstance(self.forget, Window)
+        start, filled = 0, self._filled
+        while start < n:
+            stop = min(n, start + self.forget.bucket - filled)
+            filled = (filled + stop - start) % self.forget.bucket
+            yield start, stop, filled
+            start = stop
