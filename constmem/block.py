@@ -42,6 +42,7 @@ class _Memory(NamedTuple):
     bits: list[Tensor]
     sums: list[int]
     prepared: Prepared
+    absorbed: tuple[Tensor, Tensor]
 
 
 class Observation(nn.Module):
@@ -83,17 +84,17 @@ class Observation(nn.Module):
         memory = self._memory
         if memory is None or memory.key != key or memory.sums != _bit_sums(memory.bits):
             bits = [p.detach().view(-1).view(torch.int64)[::61] for p in parameters if p.numel() > 999]
-            memory = self._memory = _Memory(key, bits, _bit_sums(bits), self._prepare())
+            prepared = self._prepare()
+            memory = _Memory(key, bits, _bit_sums(bits), prepared, _absorbed(prepared))
+            self._memory = memory
         return memory.prepared
 
     def _prepare(self) -> Prepared:
         scale = 1 / sqrt(self.dim // self.num_heads)
         q = self.normed_slots() @ (self.query * scale).mT
-        return Prepared(
-            q.unflatten(-1, (self.num_heads, -1)).transpose(1, 2).contiguous(),
-            (self.key_value * self.tokens_scale).flatten(0, 2),
-            (self.key_value @ self.tokens_shift).flatten(),
-        )
+        q = q.unflatten(-1, (self.num_heads, -1)).transpose(1, 2).contiguous()
+        weight = (self.key_value * self.tokens_scale).flatten(0, 2)
+        return Prepared(q, weight, (self.key_value @ self.tokens_shift).flatten())
 
     def observe(
         self,
@@ -103,8 +104,21 @@ class Observation(nn.Module):
     ) -> AttentionState:
         """The state of exactly these tokens, for all blocks in one pass."""
         prepared = self.prepared()
+        if tokens.shape[1] == 1 and mask is None and log_weight is None:
+            return self._observe_single(tokens[:, 0], prepared)
         k, v = self._keys_values(tokens, prepared)
         return AttentionState.observe(prepared.queries, k, v, mask, log_weight)
+
+    def _observe_single(self, token: Float[Tensor, "b d"], prepared: Prepared) -> AttentionState:
+        """The softmax over one token is one: its scores are the lse, its values every slot's value."""
+        depth, heads, slots, channels = prepared.queries.shape
+        known = self._memory is not None and self._memory.prepared is prepared
+        absorbed = self._memory.absorbed if self._memory and known else _absorbed(prepared)
+        out = F.linear(F.layer_norm(token, (self.dim,)), *absorbed)
+        scores, v = out.split([depth * heads * slots, depth * heads * channels], -1)
+        count = torch.ones(token.shape[0], dtype=torch.int64, device=token.device)
+        value = v.view(-1, depth, heads, 1, channels).expand(-1, -1, -1, slots, -1)
+        return AttentionState.of(value, scores.reshape(-1, depth, heads, slots), count)
 
     def forward(
         self, tokens: Float[Tensor, "b n d"]
@@ -118,6 +132,15 @@ class Observation(nn.Module):
         kv = kv.view(b, n, 2, -1, self.num_heads, self.dim // self.num_heads)
         k, v = kv.permute(2, 0, 3, 4, 1, 5).unbind(0)
         return k, v
+
+
+def _absorbed(prepared: Prepared) -> tuple[Float[Tensor, "sv d"], Float[Tensor, " sv"]]:
+    """The queries absorbed into the key projection: one product gives a token's scores and values."""
+    q = prepared.queries
+    wk, wv = prepared.weight.chunk(2)
+    bk, bv = prepared.shift.chunk(2)
+    scores = q @ wk.unflatten(0, (*q.shape[:2], -1)), q @ bk.unflatten(0, (*q.shape[:2], -1, 1))
+    return torch.cat([scores[0].flatten(0, 2), wv]), torch.cat([scores[1].flatten(), bv])
 
 
 def _bit_sums(bits: list[Tensor]) -> list[int]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from constmem.kernels import fused, reference
+from constmem.kernels import blocked, fused, reference
 
 
 class Kernel(NamedTuple):
@@ -28,8 +28,9 @@ class Kernel(NamedTuple):
 
 REFERENCE = Kernel("reference", reference.supports, reference.forward, reference.backward, 1)
 FUSED_CPU = Kernel("fused-cpu", fused.supports_cpu, fused.forward_cpu, fused.backward_cpu, 1)
+BLOCKED_CPU = Kernel("blocked-cpu", blocked.supports, blocked.forward, fused.backward_cpu, 1)
 FUSED_CUDA = Kernel("fused-cuda", fused.supports_cuda, fused.forward_cuda, fused.backward_cuda, 8)
-KERNELS = (FUSED_CPU, FUSED_CUDA, REFERENCE)  # the first that supports its arguments is taken
+KERNELS = (BLOCKED_CPU, FUSED_CPU, FUSED_CUDA, REFERENCE)  # the first that supports its arguments is taken
 
 
 def choose(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Kernel:

@@ -1,0 +1,67 @@
+"""Time of conditioning, updating and reading, side by side with the paper's algorithm taken literally.
+
+    python benchmarks/update.py            # about two minutes; writes results/update.json
+"""
+
+import statistics
+
+import torch
+from literal import Literal
+from record import provenance, ratio, save, side_by_side
+
+from constmem import CMANP
+
+UPDATES = 20  # single-point updates a round
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    model = CMANP(dim_x=2, dim_y=3).eval()
+    x, y = torch.rand(1, 100_000, 2), torch.rand(1, 100_000, 3)
+    rows = []
+
+    def compare(what: str, work: dict, *, slow: str, fast: str, rounds: int, calls: int = 1, **more) -> None:
+        times = side_by_side(work, rounds=rounds)
+        row = {"what": what, "slow": slow, "fast": fast, **ratio(times, slow, fast), **more}
+        row["milliseconds"] = {k: round(1e3 * statistics.median(v) / calls, 3) for k, v in times.items()}
+        rows.append(row)
+        print(f"{what}: {fast} is {row['ratio']}x {slow}   {row['milliseconds']} ms", flush=True)
+
+    with torch.no_grad():
+        ours = {"constmem": lambda: model.condition(x, y)}
+        for chunk in (1024, 4096, None):
+            literal = {"literal": lambda chunk=chunk: Literal(model, chunk).condition(x, y)}
+            what = f"condition on 1e5 points (literal: {f'chunks of {chunk}' if chunk else 'at once'})"
+            compare(what, ours | literal, slow="literal", fast="constmem", rounds=9 if chunk else 3)
+
+        one_x, one_y = x[:, :1], y[:, :1]
+        small, large = model.condition(x[:, :1000], y[:, :1000]), model.condition(x, y)
+        for _ in range(9):
+            large = large.merge(model.condition(x, y))  # a million points
+        literal = Literal(model)
+        literal_state = literal.condition(x[:, :1000], y[:, :1000])
+
+        def chain(update, state):
+            def run():
+                current = state
+                for _ in range(UPDATES):
+                    current = update(current, one_x, one_y)
+
+            return run
+
+        update = {
+            "constmem": chain(model.update, small),
+            "constmem, 1e6 points": chain(model.update, large),
+            "literal": chain(literal.update, literal_state),
+        }
+        compare("update by one point", update, slow="literal", fast="constmem", rounds=15, calls=UPDATES)
+        compare("update by one point after 1e6 points and after 1e3",
+                {k: update[k] for k in ("constmem", "constmem, 1e6 points")},
+                slow="constmem, 1e6 points", fast="constmem", rounds=51, calls=UPDATES)  # fmt: skip
+        read = {"read": lambda: model.read(small), "update": chain(model.update, small)}
+        compare("read against update", read, slow="read", fast="update", rounds=15)
+    save("update", rows, **provenance(0, "uniform random points, 2 inputs, 3 outputs, float32, batch 1"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""How many context and target points a task gets, by the reference protocol."""
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+LEAST = 3  # of context points, and of targets
+
+
+def draw_counts(
+    batch: int, *, generator: torch.Generator, max_points: int
+) -> tuple[Int[Tensor, "b"], Int[Tensor, "b"]]:
+    """Context and target counts for each task: Nc ~ U{3..max-4}, then Nt ~ U{3..max-1-Nc}."""
+    if max_points < 2 * LEAST + 1:
+        raise ValueError(
+            f"max_points is {max_points}, but a task has at least {LEAST} context and {LEAST} target "
+            f"points and fewer than max_points in all: {2 * LEAST + 1} is the smallest that works"
+        )
+    u = torch.rand(2, batch, generator=generator, device=generator.device, dtype=torch.float64)
+    context = LEAST + (u[0] * (max_points - 2 * LEAST)).long()
+    targets = LEAST + (u[1] * (max_points - LEAST - context)).long()
+    return context, targets
+
+
+def draw_sizes(*, generator: torch.Generator, max_points: int) -> tuple[int, int]:
+    """One context and one target count for a whole batch, as numbers.
+
+    Numbers must reach the host: with a generator on a GPU the host waits for it. A generator on
+    the CPU spares that.
+    """
+    context, targets = draw_counts(1, generator=generator, max_points=max_points)
+    n, m = torch.cat([context, targets]).tolist()
+    return n, m
+
+
+def first(counts: Int[Tensor, "b"], slots: int) -> Bool[Tensor, "b n"]:
+    """A mask whose first `counts` of `slots` points are real."""
+    return torch.arange(slots, device=counts.device) < counts[:, None]

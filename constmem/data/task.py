@@ -1,0 +1,88 @@
+"""A batch of regression tasks: context points to condition on, target points to predict."""
+
+from dataclasses import dataclass, fields
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from constmem import checks
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A batch of tasks of the same shape; what the masks leave out (True = real) may hold anything.
+
+    Args:
+        xc, yc: context inputs and outputs.
+        xt, yt: target inputs and outputs.
+        mask_c, mask_t: which context and target points are real; None: all of them.
+
+    Example:
+        Masked targets count neither above nor below the line.
+
+        >>> x, y = torch.zeros(1, 3, 1), torch.zeros(1, 3, 1)
+        >>> task = Task(x, y, x, y, mask_t=torch.tensor([[True, True, False]]))
+        >>> task.mean_log_likelihood(torch.tensor([[1.0, 3.0, 100.0]])).item()
+        2.0
+    """
+
+    xc: Float[Tensor, "b n x"]
+    yc: Float[Tensor, "b n y"]
+    xt: Float[Tensor, "b m x"]
+    yt: Float[Tensor, "b m y"]
+    mask_c: Bool[Tensor, "b n"] | None = None
+    mask_t: Bool[Tensor, "b m"] | None = None
+
+    def __post_init__(self) -> None:
+        device = self.xc.device
+        pairs = (("c", self.xc, self.yc, self.mask_c), ("t", self.xt, self.yt, self.mask_t))
+        for side, x, y, mask in pairs:
+            checks.points(f"x{side}", x, self.xc.shape[-1], device=device)
+            checks.points(f"y{side}", y, self.yc.shape[-1], like=x, device=device)
+            if mask is not None:
+                checks.mask(mask, x)
+        if self.xc.shape[0] != self.xt.shape[0]:
+            raise ValueError(
+                f"the context is a batch of {self.xc.shape[0]}, the targets one of {self.xt.shape[0]}: "
+                "they must be the same"
+            )
+
+    @property
+    def batch(self) -> int:
+        """How many tasks there are."""
+        return self.xc.shape[0]
+
+    @property
+    def num_context(self) -> Int[Tensor, "b"]:
+        """How many real context points each task has."""
+        return _count(self.xc, self.mask_c)
+
+    @property
+    def num_targets(self) -> Int[Tensor, "b"]:
+        """How many real target points each task has: what a sum of log-likelihoods is divided by."""
+        return _count(self.xt, self.mask_t)
+
+    def point_log_likelihood(self, log_prob: Float[Tensor, "b m *y"]) -> Float[Tensor, "b m"]:
+        """The log-likelihood of each target: summed over channels where there are any, 0 if masked out."""
+        point = log_prob.sum(-1) if log_prob.ndim == 3 else log_prob
+        return point if self.mask_t is None else torch.where(self.mask_t, point, 0.0)
+
+    def mean_log_likelihood(self, log_prob: Float[Tensor, "b m *y"]) -> Float[Tensor, ""]:
+        """The mean over all real targets of the batch; its negative is the loss."""
+        return self.point_log_likelihood(log_prob).sum() / self.num_targets.sum()
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Task":
+        """The same tasks on another device."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {
+            name: None if part is None else part.to(device, non_blocking=non_blocking)
+            for name, part in parts.items()
+        }
+        return Task(**moved)
+
+
+def _count(points: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is not None:
+        return mask.sum(-1)
+    return torch.full(points.shape[:1], points.shape[1], device=points.device)

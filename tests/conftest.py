@@ -1,0 +1,40 @@
+"""What all tests share: one thread, one seed a test, hypothesis without deadlines."""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from jaxtyping import TypeCheckError
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks are not installed
+
+torch.set_num_threads(1)
+settings.register_profile("constmem", deadline=None, max_examples=25, derandomize=True, database=None)
+settings.load_profile("constmem")
+
+Refuses = Callable[[type[Exception], str], AbstractContextManager[None]]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def refuses(request: pytest.FixtureRequest) -> Refuses:
+    """`pytest.raises` that also takes the shape checker's refusal, in the pass that has one."""
+    checked = request.config.getoption("--jaxtyping-packages", default=None) is not None
+
+    @contextmanager
+    def check(kind: type[Exception], message: str) -> Iterator[None]:
+        with pytest.raises((kind, TypeCheckError) if checked else kind) as caught:
+            yield
+        if not isinstance(caught.value, TypeCheckError):
+            assert re.search(message, str(caught.value)), str(caught.value)
+
+    return check

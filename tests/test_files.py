@@ -1,0 +1,124 @@
+"""Writing files: all of one, or none of it."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from constmem.files import read_tensors, write_bytes, write_tensors, write_text
+
+
+
+def test_what_is_written_can_be_read(tmp_path: Path) -> None:
+    path = write_bytes(tmp_path / "a", b"\x00\xff")
+    assert path.read_bytes() == b"\x00\xff"
+
+
+def test_text_is_written_as_utf8(tmp_path: Path) -> None:
+    assert write_text(tmp_path / "a", "ä×\n").read_bytes() == "ä×\n".encode()
+
+
+def test_missing_folders_are_made(tmp_path: Path) -> None:
+    write_bytes(tmp_path / "deep" / "deeper" / "a", b"1")
+    assert (tmp_path / "deep" / "deeper" / "a").read_bytes() == b"1"
+
+
+def test_writing_replaces_the_old_file_and_leaves_nothing_else(tmp_path: Path) -> None:
+    write_bytes(tmp_path / "a", b"old and longer")
+    write_bytes(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_bytes() == b"new"
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_reader_never_sees_half_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_bytes(tmp_path / "a", b"old")
+    seen = []
+    fsync = os.fsync
+
+    def look(handle: int) -> None:
+        fsync(handle)
+        seen.append((path.read_bytes(), len(list(tmp_path.iterdir()))))
+
+    monkeypatch.setattr(os, "fsync", look)
+    write_bytes(path, b"new")
+    assert seen == [(b"old", 2)]  # all bytes are on the disk, under another name, before the rename
+    assert path.read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("where", ["fsync", "rename"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_failed_write_leaves_the_old_file_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException
+) -> None:
+    path = write_bytes(tmp_path / "a", b"old")
+
+    def fail(*_: object) -> None:
+        raise error
+
+    if where == "fsync":
+        monkeypatch.setattr(os, "fsync", fail)
+    else:
+        for target in ((os, "replace"), (Path, "replace"), (os, "rename"), (Path, "rename")):
+            monkeypatch.setattr(*target, fail)
+    with pytest.raises(type(error)):
+        write_bytes(path, b"new")
+    monkeypatch.undo()
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_tensors_of_any_stride_come_back(tmp_path: Path) -> None:
+    tensors = {"a": torch.rand(3, 4).T, "b": torch.rand(2, 1).expand(2, 5), "c": torch.arange(3)}
+    write_tensors(tmp_path / "t", tensors, {"format": "kind", "version": "1", "note": "x"})
+    found, header = read_tensors(tmp_path / "t", kind="kind", version=1)
+    assert header["note"] == "x"
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no file .*nowhere: expected a kind"):
+        read_tensors(tmp_path / "nowhere", kind="kind", version=1)
+
+
+def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        read_tensors(tmp_path, kind="kind", version=1)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", bytes(1000), b"\xff" * 1000])
+def test_a_file_of_another_format_is_refused(tmp_path: Path, content: bytes) -> None:
+    write_bytes(tmp_path / "t", content)
+    with pytest.raises(ValueError, match=r"t is not a readable safetensors file .*; write the kind again"):
+        read_tensors(tmp_path / "t", kind="kind", version=1)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+def test_a_file_cut_short_is_refused(tmp_path: Path, share: float) -> None:
+    path = write_tensors(tmp_path / "t", {"a": torch.rand(100)}, {"format": "kind", "version": "1"})
+    content = path.read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(ValueError, match="is cut short or of another format"):
+        read_tensors(path, kind="kind", version=1)
+
+
+def test_a_foreign_safetensors_file_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.rand(3)}, tmp_path / "t")
+    with pytest.raises(ValueError, match="holds 'no constmem header' where 'kind' was expected"):
+        read_tensors(tmp_path / "t", kind="kind", version=1)
+
+
+def test_another_kind_is_refused(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "t", {"a": torch.rand(3)}, {"format": "other", "version": "1"})
+    with pytest.raises(ValueError, match="holds 'other' where 'kind' was expected"):
+        read_tensors(tmp_path / "t", kind="kind", version=1)
+
+
+@pytest.mark.parametrize("version", [0, 2, 17])
+def test_another_version_is_refused(tmp_path: Path, version: int) -> None:
+    header = {"format": "kind", "version": str(version)}
+    write_tensors(tmp_path / "t", {"a": torch.rand(3)}, header)
+    with pytest.raises(ValueError, match=f"format version {version}; this constmem reads version 1"):
+        read_tensors(tmp_path / "t", kind="kind", version=1)
