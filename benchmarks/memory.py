@@ -1,7 +1,7 @@
 """Peak memory of conditioning, querying, updating and training, against the number of points.
 
-    python benchmarks/memory.py            # a few minutes; writes results/memory.json and the figure
-    python benchmarks/memory.py --largest 1000000
+python benchmarks/memory.py            # a few minutes; writes results/memory.json and the figure
+python benchmarks/memory.py --largest 1000000
 """
 
 import argparse
@@ -128,7 +128,9 @@ def figure(rows: list[dict[str, object]]) -> None:
     )
     for key, label, color, style in lines:
         xs = [row["points"] for row in seen if key in row]
-        axes.plot(xs, [row[key] / MB for row in seen if key in row], style, marker="o", color=color, label=label)
+        axes.plot(
+            xs, [row[key] / MB for row in seen if key in row], style, marker="o", color=color, label=label
+        )
     axes.set(xscale="log", yscale="log", xlabel="points seen", ylabel="megabytes (CPU, float32, batch 1)")
     axes.set_title("Memory against points seen, CMANP at the paper's sizes", loc="left", fontsize=10)
     axes.grid(alpha=0.25, which="both")

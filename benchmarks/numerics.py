@@ -1,6 +1,6 @@
 """What a million and more single-point updates do to a state: ours, and the paper's rule in float32.
 
-    python benchmarks/numerics.py          # about ten minutes; writes results/numerics.json
+python benchmarks/numerics.py          # about ten minutes; writes results/numerics.json
 """
 
 import argparse

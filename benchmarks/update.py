@@ -1,6 +1,6 @@
 """Time of conditioning, updating and reading, side by side with the paper's algorithm taken literally.
 
-    python benchmarks/update.py            # about two minutes; writes results/update.json
+python benchmarks/update.py            # about two minutes; writes results/update.json
 """
 
 import statistics

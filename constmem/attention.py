@@ -7,9 +7,12 @@ lineage of models) or `x` itself (`residual="raw"`, as in most transformers).
 
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
+
+from constmem.initial import keep_variance
 
 Residual = Literal["normed", "raw"]
 
@@ -24,6 +27,29 @@ def check_heads(dim: int, num_heads: int) -> None:
     """Refuse widths that do not split into heads."""
     if num_heads < 1 or dim % num_heads:
         raise ValueError(f"dim={dim} does not split into num_heads={num_heads} equal heads")
+
+
+def attend(
+    q: Float[Tensor, "b h m c"],
+    k: Float[Tensor, "b h n c"],
+    v: Float[Tensor, "b h n c"],
+    mask: Bool[Tensor, "b n"] | None = None,
+    *,
+    scale: float | None = None,
+) -> Float[Tensor, "b h m c"]:
+    """Fused softmax(scale q k') v over the real keys; zero where there is none.
+
+    Args:
+        mask: True = real; None where all are, which keeps the fastest kernels available.
+        scale: 1 / sqrt(channels) if None.
+    """
+    if k.shape[-2] == 0:
+        return torch.zeros_like(q)
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
+    some = mask.any(-1)[:, None, None, None]
+    seen = mask[:, None, None, :] | ~some  # a softmax over nothing is not a number, nor is its gradient
+    return torch.where(some, F.scaled_dot_product_attention(q, k, v, seen, scale=scale), 0.0)
 
 
 class CrossAttention(nn.Module):
@@ -47,9 +73,14 @@ class CrossAttention(nn.Module):
         self.norm_context = nn.LayerNorm(dim)
         self.attention = _Attention(dim, num_heads)
 
-    def forward(self, x: Float[Tensor, "b m d"], context: Float[Tensor, "b n d"]) -> Float[Tensor, "b m d"]:
+    def forward(
+        self,
+        x: Float[Tensor, "b m d"],
+        context: Float[Tensor, "b n d"],
+        mask: Bool[Tensor, "b n"] | None = None,
+    ) -> Float[Tensor, "b m d"]:
         normed = self.norm(x)
-        out: Tensor = self.attention(normed, self.norm_context(context))
+        out: Tensor = self.attention(normed, self.norm_context(context), mask)
         return out + (normed if self.normed else x)
 
 
@@ -64,9 +95,11 @@ class SelfAttention(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.attention = _Attention(dim, num_heads)
 
-    def forward(self, x: Float[Tensor, "b m d"]) -> Float[Tensor, "b m d"]:
+    def forward(
+        self, x: Float[Tensor, "b m d"], mask: Bool[Tensor, "b m"] | None = None
+    ) -> Float[Tensor, "b m d"]:
         normed = self.norm(x)
-        out: Tensor = self.attention(normed, normed)
+        out: Tensor = self.attention(normed, normed, mask)
         return out + (normed if self.normed else x)
 
 
@@ -76,16 +109,20 @@ class _Attention(nn.Module):
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.query = nn.Linear(dim, dim, bias=False)
-        self.key_value = nn.Linear(dim, 2 * dim, bias=False)
-        self.out = nn.Linear(dim, dim)
+        self.query = keep_variance(nn.Linear(dim, dim, bias=False))
+        self.key_value = keep_variance(nn.Linear(dim, 2 * dim, bias=False))
+        self.out = keep_variance(nn.Linear(dim, dim))
 
-    def forward(self, x: Float[Tensor, "b m d"], context: Float[Tensor, "b n d"]) -> Float[Tensor, "b m d"]:
+    def forward(
+        self,
+        x: Float[Tensor, "b m d"],
+        context: Float[Tensor, "b n d"],
+        mask: Bool[Tensor, "b n"] | None = None,
+    ) -> Float[Tensor, "b m d"]:
         q = self.query(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (b, h, m, c)
         kv = self.key_value(context).unflatten(-1, (2, self.num_heads, -1))
         k, v = kv.transpose(1, 3).unbind(2)  # (b, h, n, c) each
-        attended = F.scaled_dot_product_attention(q, k, v)
-        out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
+        out: Tensor = self.out(attend(q, k, v, mask).transpose(1, 2).flatten(2))
         return out
 
 
@@ -97,8 +134,8 @@ class FeedForward(nn.Module):
         check_residual(residual)
         self.normed = residual == "normed"
         self.norm = nn.LayerNorm(dim)
-        self.expand = nn.Linear(dim, 2 * hidden)
-        self.contract = nn.Linear(hidden, dim)
+        self.expand = keep_variance(nn.Linear(dim, 2 * hidden))
+        self.contract = keep_variance(nn.Linear(hidden, dim))
 
     def forward(self, x: Float[Tensor, "b m d"]) -> Float[Tensor, "b m d"]:
         normed = self.norm(x)

@@ -24,6 +24,7 @@ from constmem.attention import (
     check_residual,
 )
 from constmem.checks import positive
+from constmem.initial import keep_variance
 from constmem.state import AttentionState
 
 
@@ -57,14 +58,14 @@ class Observation(nn.Module):
         check_heads(dim, num_heads)
         self.dim, self.num_heads = dim, num_heads
         self._memory: _Memory | None = None
-        bound = 1 / sqrt(dim)
+        std = 1 / sqrt(dim)
         self.slots = nn.Parameter(torch.randn(depth, num_slots, dim))
         self.slots_scale = nn.Parameter(torch.ones(depth, 1, dim))
         self.slots_shift = nn.Parameter(torch.zeros(depth, 1, dim))
         self.tokens_scale = nn.Parameter(torch.ones(depth, 1, dim))
         self.tokens_shift = nn.Parameter(torch.zeros(depth, dim, 1))
-        self.query = nn.Parameter(torch.empty(depth, dim, dim).uniform_(-bound, bound))
-        self.key_value = nn.Parameter(torch.empty(2, depth, dim, dim).uniform_(-bound, bound))
+        self.query = nn.Parameter(std * torch.randn(depth, dim, dim))
+        self.key_value = nn.Parameter(std * torch.randn(2, depth, dim, dim))
 
     def normed_slots(self) -> Float[Tensor, "depth s d"]:
         """The slots after their normalisation."""
@@ -129,7 +130,7 @@ class Observation(nn.Module):
     def _keys_values(self, tokens: Tensor, prepared: Prepared) -> tuple[Tensor, Tensor]:
         kv = F.linear(F.layer_norm(tokens, (self.dim,)), prepared.weight, prepared.shift)
         b, n, _ = kv.shape
-        kv = kv.view(b, n, 2, -1, self.num_heads, self.dim // self.num_heads)
+        kv = kv.view(b, n, 2, len(self.slots), self.num_heads, self.dim // self.num_heads)
         k, v = kv.permute(2, 0, 3, 4, 1, 5).unbind(0)
         return k, v
 
@@ -147,7 +148,7 @@ def _bit_sums(bits: list[Tensor]) -> list[int]:
     return [int(b.sum()) for b in bits]
 
 
-def _identity(p: nn.Parameter) -> tuple[int, int]:
+def _identity(p: Tensor) -> tuple[int, int]:
     return p.data_ptr(), 0 if p.is_inference() else p._version
 
 
@@ -161,7 +162,7 @@ class Reading(nn.Module):
     def __init__(self, *, dim: int, num_heads: int, hidden: int, residual: Residual) -> None:
         super().__init__()
         attention = {"dim": dim, "num_heads": num_heads, "residual": residual}
-        self.out = nn.Linear(dim, dim)
+        self.out = keep_variance(nn.Linear(dim, dim))
         self.data = nn.Sequential(
             FeedForward(dim=dim, hidden=hidden, residual=residual),
             SelfAttention(**attention),  # type: ignore[arg-type]

@@ -4,6 +4,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from constmem.initial import RELU, keep_variance
+
 
 class MLP(nn.Module):
     """`depth` linear layers with ReLU between them."""
@@ -13,7 +15,11 @@ class MLP(nn.Module):
         if depth < 1:
             raise ValueError(f"an MLP needs a depth of at least 1, not {depth}")
         widths = [dim_in] + [dim_hidden] * (depth - 1) + [dim_out]
-        self.layers = nn.ModuleList(map(nn.Linear, widths[:-1], widths[1:]))
+        gains = [RELU] * (depth - 1) + [1.0]
+        self.layers = nn.ModuleList(
+            keep_variance(nn.Linear(before, after), gain=gain)
+            for before, after, gain in zip(widths[:-1], widths[1:], gains, strict=True)
+        )
 
     def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
         for i, layer in enumerate(self.layers):

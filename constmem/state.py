@@ -13,6 +13,7 @@ finite number far below any score, so that no formula here ever meets infinity m
 import os
 from dataclasses import dataclass, replace
 from math import isfinite
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -22,7 +23,7 @@ from constmem import kernels
 from constmem.files import read_tensors, write_tensors
 from constmem.kernels import reference
 
-EMPTY = -1e30
+EMPTY = -(2.0**100)  # about -1e30, and the same number in float64, float32 and bfloat16
 KIND, VERSION = "constmem.state", 1
 
 
@@ -52,8 +53,8 @@ def settle(
 def merge(
     value: Float[Tensor, "*h s c"],
     lse: Float[Tensor, "*h s"],
-    other_value: Float[Tensor, "*h s c"],
-    other_lse: Float[Tensor, "*h s"],
+    other_value: Float[Tensor, "*#h s c"],
+    other_lse: Float[Tensor, "*#h s"],
 ) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]]:
     """The state of the union of two disjoint sets; accurate to the dtype's last digits."""
     share = torch.sigmoid(other_lse - lse)
@@ -105,6 +106,8 @@ class AttentionState:
         True
     """
 
+    AXES: ClassVar[str] = "(depth, heads, slots, channels)"
+
     value: Float[Tensor, "b *h s c"]
     lse: Float[Tensor, "b *h s"]
     count: Int[Tensor, "..."]
@@ -145,7 +148,7 @@ class AttentionState:
         """A state from freshly computed tensors, in the device's accumulation precision."""
         dtype = accumulator(value.device)
         if value.stride(-2) == 0:  # one point: its value is every slot's, and is kept once
-            value = value[..., :1, :].to(dtype).expand(value.shape)
+            value = value[..., :1, :].to(dtype, copy=True).expand(value.shape)
         state = AttentionState(value.to(dtype), lse.to(dtype), count)
         return state if dtype == torch.float64 else state.to(dtype=dtype)
 
@@ -245,14 +248,15 @@ class AttentionState:
         left = self.count - other.count
         gap = (other.lse - self.lse).masked_fill(is_nothing(other.lse), -float("inf"))
         gone = (left == 0).reshape(-1, *[1] * (gap.ndim - 1))
-        if bool((left < 0).any()) or bool((gap > 1e-3).any()) or bool((gone & (gap < -1e-3)).any()):
+        short = gone & (gap < -1e-3) & ~is_nothing(self.lse)
+        if bool((left < 0).any()) or bool((gap > 1e-3).any()) or bool(short.any()):
             raise ValueError(
                 f"cannot remove {other.count.tolist()} points from a state of {self.count.tolist()}: "
                 "they weigh more in it than all it has seen (or less, where it should have seen nothing "
                 "else), so they were never there; remove only what was merged, with the same weights"
             )
         share = gap.exp().clamp_max(1.0)
-        worst = float(torch.where(gone, 0.0, share).max())
+        worst = float(torch.where(gone, 0.0, share).detach().max())
         if worst > max_share:
             raise ValueError(
                 f"the points to remove hold {worst:.6f} of a slot's normaliser, more than "
@@ -306,6 +310,25 @@ class AttentionState:
         """The same state cut off from the graph that computed it."""
         low = self.low and (self.low[0].detach(), self.low[1].detach())
         return replace(self, value=self.value.detach(), lse=self.lse.detach(), low=low)
+
+    def signed(self, fingerprint: str) -> "AttentionState":
+        """The same state with the name of the weights that made it."""
+        return replace(self, fingerprint=fingerprint)
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """The shape of its value, but for the batch."""
+        return self.value.shape[1:]
+
+    @property
+    def batch(self) -> int:
+        """How many tasks it is the state of."""
+        return self.value.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self.value.device
 
     @property
     def nbytes(self) -> int:

@@ -193,7 +193,9 @@ class Stream:
         for start in range(0, x.shape[1], chunk):
             here = slice(start, start + chunk)
             xs, ys = x[:, here], y[:, here]
-            steps = torch.arange(xs.shape[1] - 1, -1, -1, dtype=xs.dtype, device=xs.device)
+            steps = torch.arange(
+                xs.shape[1] - 1, -1, -1, dtype=torch.promote_types(xs.dtype, torch.float32), device=xs.device
+            )
             part = self.model.observe(
                 xs,
                 ys,

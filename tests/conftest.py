@@ -17,7 +17,8 @@ torch.set_num_threads(1)
 settings.register_profile("constmem", deadline=None, max_examples=25, derandomize=True, database=None)
 settings.load_profile("constmem")
 
-Refuses = Callable[[type[Exception], str], AbstractContextManager[None]]
+Kinds = type[Exception] | tuple[type[Exception], ...]
+Refuses = Callable[[Kinds, str], AbstractContextManager[None]]
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +32,9 @@ def refuses(request: pytest.FixtureRequest) -> Refuses:
     checked = request.config.getoption("--jaxtyping-packages", default=None) is not None
 
     @contextmanager
-    def check(kind: type[Exception], message: str) -> Iterator[None]:
-        with pytest.raises((kind, TypeCheckError) if checked else kind) as caught:
+    def check(kinds: Kinds, message: str) -> Iterator[None]:
+        wanted = kinds if isinstance(kinds, tuple) else (kinds,)
+        with pytest.raises((*wanted, TypeCheckError) if checked else wanted) as caught:
             yield
         if not isinstance(caught.value, TypeCheckError):
             assert re.search(message, str(caught.value)), str(caught.value)

@@ -176,21 +176,20 @@ def test_gradients_of_parts_are_those_of_the_whole(
         whole = value.to(dtype), lse.to(torch.promote_types(dtype, torch.float32)), grad_value
         whole_value, whole_lse, whole_grad = (t.to(device) for t in whole)
         n = k.shape[-2]
-        parts = []
-        for here in (slice(0, n // 3), slice(n // 3, n)) if n > 2 else (slice(0, n),):
-            parts.append(
-                kernels.attend_backward(
-                    kernel,
-                    q,
-                    k[:, :, here],
-                    v[:, :, here],
-                    None if bias is None else bias[:, here],
-                    whole_value,
-                    whole_lse,
-                    whole_grad,
-                    None if grad_lse is None else grad_lse.to(whole_lse),
-                )
+        parts = [
+            kernels.attend_backward(
+                kernel,
+                q,
+                k[:, :, here],
+                v[:, :, here],
+                None if bias is None else bias[:, here],
+                whole_value,
+                whole_lse,
+                whole_grad,
+                None if grad_lse is None else grad_lse.to(whole_lse),
             )
+            for here in ((slice(0, n // 3), slice(n // 3, n)) if n > 2 else (slice(0, n),))
+        ]
         expected_q, expected_k, expected_v = whole_gradient(q, k, v, bias, grad_value, grad_lse)
         assert_near(sum(part[0].double() for part in parts), expected_q, 3 * TOLERANCE[dtype])
         assert_near(torch.cat([part[1] for part in parts], -2), expected_k, 3 * TOLERANCE[dtype])

@@ -59,9 +59,7 @@ class GaussianProcess:
                 "the periodic kernel needs a period, the others have none"
             )
 
-    def covariance(
-        self, x1: Float[Tensor, "b n 1"], x2: Float[Tensor, "b m 1"]
-    ) -> Float64[Tensor, "b n m"]:
+    def covariance(self, x1: Float[Tensor, "b n 1"], x2: Float[Tensor, "b m 1"]) -> Float64[Tensor, "b n m"]:
         """The covariance of the process between two sets of points, without the noise."""
         d = (x1.double() - x2.double().mT).abs()
         length, scale = self.length[:, None, None], self.scale[:, None, None]
@@ -107,9 +105,7 @@ class GaussianProcess:
     def to(self, device: torch.device | str) -> "GaussianProcess":
         """The same processes on another device."""
         period = None if self.period is None else self.period.to(device)
-        return GaussianProcess(
-            self.kernel, self.length.to(device), self.scale.to(device), period, self.noise
-        )
+        return GaussianProcess(self.kernel, self.length.to(device), self.scale.to(device), period, self.noise)
 
     def _variance_of_noise(self) -> Float64[Tensor, "b 1 1"]:
         return self.noise**2 + JITTER * self.scale[:, None, None] ** 2
@@ -155,7 +151,7 @@ def static_gp_tasks(
     max_points: int = 50,
     fill_targets: bool = False,
 ) -> tuple[Task, GaussianProcess]:
-    """Tasks of one shape for ever, their sizes drawn for each task by the protocol and told by masks.
+    """Tasks of one fixed shape, their sizes drawn for each task by the protocol and told by masks.
 
     There are max_points - 4 slots for the context and as many for targets; nothing waits for the
     device, so that steps on these tasks can be compiled or captured in a graph.
@@ -185,8 +181,7 @@ def gp_evaluation_tasks(
     _require_kernel(kernel)
     generator = torch.Generator().manual_seed(seed)
     return (
-        gp_tasks(batch, kernel=kernel, generator=generator, max_points=max_points)
-        for _ in range(num_batches)
+        gp_tasks(batch, kernel=kernel, generator=generator, max_points=max_points) for _ in range(num_batches)
     )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from constmem import checks
 from constmem.data.images import Images
-from constmem.data.sizes import LEAST, draw_sizes, first
+from constmem.data.sizes import LEAST, draw_sizes, draw_skewed, first
 from constmem.data.task import Task
 
 
@@ -32,8 +32,11 @@ def image_tasks(
             CPU they spare waiting for the device.
     """
     _check(pixels)
-    _fits("max_points", max_points, pixels)
-    n, m = draw_sizes(generator=generator, max_points=max_points) if sizes is None else sizes
+    if sizes is None:
+        _fits("max_points", max_points, pixels)
+        sizes = draw_sizes(generator=generator, max_points=max_points)
+    n, m = sizes
+    _fits("Nc + Nt", n + m, pixels)
     x, y = _points(pixels, _choose(pixels, n + m, generator))
     return Task(x[:, :n], y[:, :n], x[:, n:], y[:, n:])
 
@@ -45,11 +48,12 @@ def static_image_tasks(
     num_context_max: int = 197,
     num_targets: int = 100,
     num_context_min: int = LEAST,
+    skew: float = 1.0,
 ) -> Task:
-    """Tasks of one shape for ever, a context size drawn for each image and told by a mask.
+    """Tasks of one fixed shape, a context size drawn for each image and told by a mask.
 
-    Nc ~ U{min..max}; every target is real and none of them is in the context. Nothing waits for
-    the device, so that steps on these tasks can be compiled or captured in a graph.
+    Nc ~ U{min..max} where skew is 1; every target is real and none of them is in the context.
+    Nothing waits for the device, so that steps on these tasks can be compiled or captured in a graph.
 
     Args:
         pixels: images, on the device where the tasks are wanted.
@@ -57,6 +61,8 @@ def static_image_tasks(
         num_context_max: slots of the context.
         num_targets: targets of each image.
         num_context_min: the smallest context; 0 teaches the prior as well.
+        skew: how strongly small contexts are preferred; at 2 context sizes are about as frequent
+            as the targets that the reference protocol scores at them.
     """
     _check(pixels)
     if not 0 <= num_context_min <= num_context_max:
@@ -66,13 +72,8 @@ def static_image_tasks(
         )
     checks.positive("num_targets", num_targets)
     _fits("num_context_max + num_targets", num_context_max + num_targets, pixels)
-    counts = torch.randint(
-        num_context_min,
-        num_context_max + 1,
-        (pixels.shape[0],),
-        generator=generator,
-        device=generator.device,
-    )
+    low, high = num_context_min, num_context_max
+    counts = draw_skewed(pixels.shape[0], low=low, high=high, skew=skew, generator=generator)
     x, y = _points(pixels, _choose(pixels, num_context_max + num_targets, generator))
     n = num_context_max
     mask = first(counts.to(pixels.device), n)
@@ -121,7 +122,9 @@ def _points(pixels: Tensor, chosen: Int[Tensor, "b n"]) -> tuple[Tensor, Tensor]
     """
     b, h, w, c = pixels.shape
     rows, cols = chosen // w, chosen % w
-    x = torch.stack([_ratio(2 * rows - (h - 1), max(h - 1, 1)), _ratio(2 * cols - (w - 1), max(w - 1, 1))], -1)
+    x = torch.stack(
+        [_ratio(2 * rows - (h - 1), max(h - 1, 1)), _ratio(2 * cols - (w - 1), max(w - 1, 1))], -1
+    )
     values = pixels.reshape(b, h * w, c).gather(1, chosen[..., None].expand(-1, -1, c))
     return x, _ratio(2 * values.int() - 255, 510)
 

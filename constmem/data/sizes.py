@@ -33,6 +33,21 @@ def draw_sizes(*, generator: torch.Generator, max_points: int) -> tuple[int, int
     return n, m
 
 
+def draw_skewed(
+    batch: int, *, low: int, high: int, skew: float, generator: torch.Generator
+) -> Int[Tensor, "b"]:
+    """Counts from low to high whose frequency falls like (1 - position)^(skew - 1).
+
+    A skew of 1 is uniform; one of 2 falls linearly, as the number of targets of the reference
+    protocol does, so that a context size is trained on about as often as targets are scored at it.
+    """
+    if skew <= 0:
+        raise ValueError(f"skew is {skew}, but must be above 0 (1: uniform; more: smaller counts)")
+    u = torch.rand(batch, generator=generator, device=generator.device, dtype=torch.float64)
+    position = 1 - (1 - u) ** (1 / skew)  # the inverse of the cumulative distribution
+    return low + (position * (high + 1 - low)).long().clamp_max(high - low)
+
+
 def first(counts: Int[Tensor, "b"], slots: int) -> Bool[Tensor, "b n"]:
     """A mask whose first `counts` of `slots` points are real."""
     return torch.arange(slots, device=counts.device) < counts[:, None]

@@ -1,6 +1,7 @@
 """A batch of regression tasks: context points to condition on, target points to predict."""
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -74,11 +75,10 @@ class Task:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Task":
         """The same tasks on another device."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {
-            name: None if part is None else part.to(device, non_blocking=non_blocking)
-            for name, part in parts.items()
-        }
+        moved: dict[str, Any] = {}
+        for field in fields(self):
+            part = getattr(self, field.name)
+            moved[field.name] = None if part is None else part.to(device, non_blocking=non_blocking)
         return Task(**moved)
 
 

@@ -63,11 +63,11 @@ def backward_cpu(
 
 
 def supports_cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
-    """float32, bfloat16 and float16 on an NVIDIA GPU; channels in multiples of eight."""
+    """float32, bfloat16 and (unmasked, since it cannot hold `EMPTY`) float16; channels in eights."""
     return (
         k.device.type == "cuda"
         and q.dtype == k.dtype == v.dtype
-        and k.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and (k.dtype in (torch.float32, torch.bfloat16) or (k.dtype == torch.float16 and bias is None))
         and k.shape[-1] % _CUDA_ALIGNMENT == 0
         and not (bias is not None and bias.requires_grad)
     )
@@ -77,8 +77,7 @@ def _cuda_bias(bias: Tensor | None, q: Tensor, dtype: torch.dtype) -> Tensor | N
     if bias is None:
         return None
     n = bias.shape[-1]
-    floor = max(torch.finfo(dtype).min, -1e30)
-    padded = F.pad(bias.clamp_min(floor).to(dtype), (0, -n % _CUDA_ALIGNMENT))
+    padded = F.pad(bias.to(dtype), (0, -n % _CUDA_ALIGNMENT))
     return padded[:, None, None, :n].expand(-1, q.shape[-3], q.shape[-2], -1)
 
 
@@ -105,6 +104,9 @@ def backward_cuda(
     grad_value: Float[Tensor, "b h s c"],
 ) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h n c"], Float[Tensor, "b h n c"]]:
     """Its backward pass, with the given value and lse of the whole softmax."""
+    # In half precision the kernel sums grad * value itself, and takes for granted that both lie in
+    # memory as its forward pass leaves them: (b, s, h, c).
+    value, grad_value = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (value, grad_value))
     padded = F.pad(lse, (0, -lse.shape[-1] % _CUDA_LSE_ALIGNMENT), value=float("inf"))
     no_dropout = torch.zeros((), dtype=torch.int64, device=k.device)
     grad_q, grad_k, grad_v, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(

@@ -1,6 +1,45 @@
 """Neural processes: models that condition on points, are updated with more, and predict elsewhere."""
 
-from constmem.neural_processes.base import ConditioningError, NeuralProcess
-from constmem.neural_processes.cmanp import CMANP
+from typing import Any
 
-__all__ = ["CMANP", "ConditioningError", "NeuralProcess"]
+from constmem.neural_processes.base import ConditioningError, NeuralProcess
+from constmem.neural_processes.bootstrap import BANP, BNP
+from constmem.neural_processes.cmanp import CMANP
+from constmem.neural_processes.cnp import CANP, CNP
+from constmem.neural_processes.eqtnp import EQTNP
+from constmem.neural_processes.latent import ANP, NP
+from constmem.neural_processes.lbanp import LBANP
+from constmem.neural_processes.states import State
+from constmem.neural_processes.stored import StoredPoints
+from constmem.neural_processes.tnp import TNPD
+
+MODELS: dict[str, type[NeuralProcess[Any, Any]]] = {
+    "cnp": CNP,
+    "canp": CANP,
+    "np": NP,
+    "anp": ANP,
+    "bnp": BNP,
+    "banp": BANP,
+    "tnpd": TNPD,
+    "eqtnp": EQTNP,
+    "lbanp": LBANP,
+    "cmanp": CMANP,
+}
+
+__all__ = [
+    "ANP",
+    "BANP",
+    "BNP",
+    "CANP",
+    "CMANP",
+    "CNP",
+    "EQTNP",
+    "LBANP",
+    "MODELS",
+    "NP",
+    "TNPD",
+    "ConditioningError",
+    "NeuralProcess",
+    "State",
+    "StoredPoints",
+]

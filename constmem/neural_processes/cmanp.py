@@ -8,10 +8,12 @@ from torch import Tensor, nn
 
 from constmem.attention import CrossAttention, FeedForward, Residual
 from constmem.block import CMABStack, Observation
+from constmem.checks import positive
 from constmem.embed import MLP
 from constmem.fold import Chunk, fold
 from constmem.heads import Gaussian, Std
 from constmem.neural_processes.base import NeuralProcess
+from constmem.neural_processes.levels import decode_levels
 from constmem.state import AttentionState
 
 
@@ -62,6 +64,7 @@ class CMANP(NeuralProcess):
     ) -> None:
         config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__(dim_x=dim_x, dim_y=dim_y, config=config)
+        positive("num_latents", num_latents)
         self.embed = MLP(dim_in=dim_x + dim_y, dim_hidden=dim, dim_out=dim, depth=embed_depth)
         self.embed_target = MLP(dim_in=dim_x, dim_hidden=dim, dim_out=dim, depth=embed_depth)
         self.latents = nn.Parameter(torch.randn(num_latents, dim))
@@ -111,9 +114,7 @@ class CMANP(NeuralProcess):
         self, memory: Float[Tensor, "b depth l d"], xt: Float[Tensor, "b m x"]
     ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
         tokens = self.embed_target(xt.to(memory.dtype))
-        for level, cross, feed in zip(memory.unbind(1), self.cross, self.feed, strict=True):
-            tokens = feed(cross(tokens, level))
-        mean, std = self.head(tokens)
+        mean, std = self.head(decode_levels(tokens, memory.unbind(1), self.cross, self.feed))
         return mean, std
 
 

@@ -1,0 +1,107 @@
+"""Writes the measured tables of README.md and docs/idea.md from the committed rows.
+
+python benchmarks/tables.py            # rewrite them
+python benchmarks/tables.py --check    # exit 1 where they differ
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from constmem.files import write_text
+
+ROOT = Path(__file__).parents[1]
+MB = 1e6
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
+
+
+def measured() -> str:
+    memory, update = rows("memory"), rows("update")
+    condition = {r["points"]: r for r in memory if r["what"] == "condition"}
+    few, many = condition[10**4], condition[max(condition)]
+    query = [r for r in memory if r["what"] == "query"]
+    train = [r for r in memory if r["what"] == "forward and backward"]
+    one = {r["what"]: r for r in update}
+    by_chunk = {what: r for what, r in one.items() if what.startswith("condition")}
+    lines = ["| | constmem | literal |", "|---|---|---|"]
+    for r in (few, condition[10**6], many):
+        literal = f"{r['peak_literal'] / MB:.0f} MB" if "peak_literal" in r else "not run"
+        lines.append(
+            f"| extra peak, conditioning on {r['points']:,} points | {r['peak'] / MB:.1f} MB | {literal} |"
+        )
+    lines.append(
+        f"| extra peak, query of {query[0]['targets']:,} and of {query[-1]['targets']:,} targets, outputs aside | "
+        f"{query[0]['peak_without_outputs'] / MB:.1f} and {query[-1]['peak_without_outputs'] / MB:.1f} MB | |"
+    )
+    for r in train:
+        lines.append(
+            f"| extra peak, forward and backward, context of {r['points']:,} | {r['peak'] / MB:.0f} MB | "
+            f"{r['peak_dense'] / MB:.0f} MB (dense) |"
+        )
+    lines.append(f"| bytes remembered after 1,000 and after {max(condition):,} points | "
+                 f"{condition[10**3]['remembered']:,} and {many['remembered']:,} | |")  # fmt: skip
+    for what, r in by_chunk.items():
+        lines.append(f"| {what} | **{r['ratio']}x** the rate | 1x |")
+    r = one["update by one point"]
+    lines.append(f"| update by one point | **{r['ratio']}x** faster | 1x |")
+    r = one["update by one point after 1e6 points and after 1e3"]
+    lines.append(f"| time of an update after 1e6 points over that after 1e3 | {r['ratio']} | |")
+    return "\n".join(lines)
+
+
+def numbers() -> str:
+    numerics = rows("numerics")
+    lines = ["| single-point updates | | error of lse (log C) | error of value |", "|---|---|---|---|"]
+    for r in numerics:
+        if "log_c_error" in r:
+            lines.append(
+                f"| {r['updates']:,} | {r['what']} | {r['log_c_error']:.1e} | {r['embedding_error']:.1e} |"
+            )
+    lines += ["", "| a whole CMANP, updated point by point in float32, against a float64 model conditioned at once | "
+              "lse | value | predicted mean | predicted deviation |", "|---|---|---|---|---|"]  # fmt: skip
+    for r in numerics:
+        if "mean_error" in r:
+            errors = " | ".join(
+                f"{r[k]:.1e}" for k in ("lse_error", "value_error", "mean_error", "stddev_error")
+            )
+            lines.append(
+                f"| {r['what'].removeprefix('whole model, ')}, {r['updates']:,} updates | {errors} |"
+            )
+    lines += [
+        "",
+        "Errors of the lse in the first table are absolute; all others are relative to the largest entry.",
+    ]
+    return "\n".join(lines)
+
+
+def place(path: Path, name: str, table: str) -> str:
+    """The text of a file with a table between its two marks."""
+    before, _, rest = path.read_text().partition(f"<!-- {name} -->")
+    _, _, after = rest.partition(f"<!-- /{name} -->")
+    return f"{before}<!-- {name} -->\n{table}\n<!-- /{name} -->{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    for path, name, table in (
+        (ROOT / "README.md", "measured", measured),
+        (ROOT / "docs" / "idea.md", "numbers", numbers),
+    ):
+        text = place(path, name, table())
+        if check and text != path.read_text():
+            sys.exit(
+                f"{path.name}: its table of {name!r} is not what the committed rows say: run benchmarks/tables.py"
+            )
+        if not check:
+            write_text(path, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""Image data sets by name, as uint8 tensors."""
+
+import difflib
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Int64, UInt8
+from torch import Tensor
+
+from constmem import checks
+from constmem.data.faces import Progress, faces
+from constmem.data.packs import Array, Folder, MissingDataError, find_pack, read_pack
+
+OFFICIAL_EMNIST = {"train": 112_800, "test": 18_800}
+OFFICIAL_CELEBA = {"train": 182_637, "test": 19_962}  # train: the official train and validation parts
+NUM_CLASSES = 47
+SPLITS = ("train", "test")
+Loaded = tuple[Array, Array | None, str]  # pixels, labels, source
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Images of one size with what is known of them.
+
+    Args:
+        pixels: 0 to 255.
+        labels: class of each image, where there are classes.
+        name: of the data set.
+        source: a sentence on which images these are, to stand beside every figure made with them.
+    """
+
+    pixels: UInt8[Tensor, "n h w c"]
+    labels: Int64[Tensor, "n"] | None
+    name: str
+    source: str
+
+    def __len__(self) -> int:
+        return self.pixels.shape[0]
+
+    def take(self, index: Int64[Tensor, "k"]) -> "Images":
+        """Some of the images, in the order of `index`."""
+        labels = None if self.labels is None else self.labels[index]
+        return replace(self, pixels=self.pixels[index], labels=labels)
+
+    def to(self, device: torch.device | str) -> "Images":
+        """The same images on another device."""
+        labels = None if self.labels is None else self.labels.to(device)
+        return replace(self, pixels=self.pixels.to(device), labels=labels)
+
+
+def load_images(
+    name: str,
+    *,
+    data_dir: str | os.PathLike[str] | None = None,
+    size: int | None = None,
+    split: str = "train",
+    classes: Iterable[int] | None = None,
+    progress: Progress | None = None,
+) -> Images:
+    """The images of a data set: 'emnist', 'celeba32', 'celeba64', 'celeba128' or 'digits'.
+
+    Args:
+        name: of the data set.
+        data_dir: folder of the packs; else CONSTMEM_DATA, else ~/.local/share/constmem.
+        size: height and width, where digits and emnist are wanted in another than their own.
+        split: 'train' or 'test'.
+        classes: keep images of these classes only.
+        progress: called with (done, all) while JPEG files are decoded.
+
+    Example:
+        >>> seen = load_images("digits", size=28, classes=range(5))
+        >>> tuple(seen.pixels.shape[1:]), int(seen.labels.max())
+        ((28, 28, 1), 4)
+    """
+    _require_known(name, split)
+    pixels, labels, source = LOADERS[name](data_dir, split, progress)
+    tensor = torch.from_numpy(pixels if pixels.ndim == 4 else pixels[..., None])
+    numbers = None if labels is None else torch.from_numpy(labels.astype(np.int64))
+    images = Images(tensor, numbers, name, source)
+    if classes is not None:
+        images = _of_classes(images, list(classes))
+    return images if size is None else _resized(images, size)
+
+
+def hold_out(images: Images, *, count: int, seed: int = 0) -> tuple[Images, Images]:
+    """Part the images at random into the rest and `count` held out, for validation."""
+    if not 0 < count < len(images):
+        raise ValueError(f"{count} of {len(images)} images cannot be held out: take between 1 and all but 1")
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    order = order.to(images.pixels.device)
+    return images.take(order[count:].sort().values), images.take(order[:count].sort().values)
+
+
+def _require_known(name: str, split: str) -> None:
+    if name not in LOADERS:
+        near = difflib.get_close_matches(name, LOADERS, n=2, cutoff=0.4)
+        raise ValueError(
+            f"there is no data set {name!r}"
+            + (f"; did you mean {' or '.join(near)}?" if near else "")
+            + f" Known are {', '.join(LOADERS)}"
+        )
+    if split not in SPLITS:
+        raise ValueError(f"split must be 'train' or 'test', not {split!r}")
+
+
+def _emnist(data_dir: Folder, split: str, _progress: Progress | None) -> Loaded:
+    path = find_pack("emnist", data_dir)
+    keys = [f"{split}_images", f"{split}_labels"]
+    pack = read_pack(path, [*keys, "train_labels", "test_labels"], optional=["source"])
+    images, labels = pack[keys[0]], pack[keys[1]]
+    _require_images(path, keys[0], images, (28, 28))
+    if labels.shape != images.shape[:1] or not np.issubdtype(labels.dtype, np.integer):
+        raise ValueError(
+            f"{path} holds {len(images)} images, but {keys[1]} is {labels.dtype}{list(labels.shape)}: "
+            "one whole number an image is needed; prepare it again"
+        )
+    if len(labels) and not 0 <= labels.min() <= labels.max() < NUM_CLASSES:
+        raise ValueError(
+            f"{path} has labels from {labels.min()} to {labels.max()}, but EMNIST 'balanced' has "
+            f"{NUM_CLASSES} classes, 0 to {NUM_CLASSES - 1}: it is another part of EMNIST"
+        )
+    counts = {part: len(pack[f"{part}_labels"]) for part in SPLITS}
+    return images, labels, _source_of(pack, split, counts, OFFICIAL_EMNIST, "EMNIST 'balanced', 28x28")
+
+
+def _celeba(size: int) -> Callable[[Folder, str, Progress | None], Loaded]:
+    def load(data_dir: Folder, split: str, progress: Progress | None) -> Loaded:
+        path = find_pack("celeba", data_dir)
+        images = faces(path, size=size, split=split, progress=progress)
+        pack = read_pack(path, ["split"], optional=["source", "image_number"])
+        counts = {"train": int((pack["split"] == 0).sum()), "test": int((pack["split"] == 1).sum())}
+        about = f"CelebA aligned faces, bicubic resize to {size}x{size} without crop"
+        source = _source_of(pack, split, counts, OFFICIAL_CELEBA, about)
+        if size == 32 and split == "train":
+            more = _more_faces(data_dir, pack.get("image_number"))
+            if len(more):
+                images = np.concatenate([images, more])
+                source += f"; and {len(more):,} more from celeba32_more.npz"
+        return images, None, source
+
+    return load
+
+
+def _more_faces(data_dir: Folder, numbers: Array | None) -> Array:
+    """Training faces of the second pack that the first does not hold; none where that cannot be told."""
+    try:
+        path = find_pack("celeba32_more", data_dir)
+    except MissingDataError:
+        return np.empty((0, 32, 32, 3), np.uint8)
+    pack = read_pack(path, ["images", "image_number"])
+    images = pack["images"]
+    _require_images(path, "images", images, (32, 32, 3))
+    if numbers is None:  # an image of the test split must never be trained on
+        return images[:0]
+    return images[~np.isin(pack["image_number"], numbers)]
+
+
+def _digits(_data_dir: Folder, split: str, _progress: Progress | None) -> Loaded:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError(
+            "the digits come with scikit-learn, which is not installed: pip install 'constmem[train]'"
+        ) from error
+    digits = load_digits()
+    count = len(digits.images) * 4 // 5  # in the order of the file
+    part = slice(count) if split == "train" else slice(count, None)
+    pixels = np.rint(digits.images[part] * (255 / 16)).astype(np.uint8)
+    source = f"{len(pixels):,} of the 1,797 handwritten digits (UCI, 8x8) in scikit-learn, {split} part"
+    return pixels, digits.target[part], source
+
+
+LOADERS: dict[str, Callable[[Folder, str, Progress | None], Loaded]] = {
+    "emnist": _emnist,
+    "celeba32": _celeba(32),
+    "celeba64": _celeba(64),
+    "celeba128": _celeba(128),
+    "digits": _digits,
+}
+
+
+def _source_of(
+    pack: dict[str, Array], split: str, counts: dict[str, int], official: dict[str, int], about: str
+) -> str:
+    """What the pack says of its origin, else what its counts tell."""
+    start = f"{about}: {counts[split]:,} {split} images"
+    if "source" in pack:
+        return f"{start}; {pack['source']}"
+    if counts == official:
+        return f"{start}, as many as officially; the pack does not name its origin"
+    return (
+        f"{start}; not exactly the official split, which has {official['train']:,} train and "
+        f"{official['test']:,} test images (this pack: {counts['train']:,} and {counts['test']:,})"
+    )
+
+
+def _require_images(path: Path, key: str, images: Array, shape: tuple[int, ...]) -> None:
+    if images.dtype != np.uint8 or images.shape[1:] != shape:
+        raise ValueError(
+            f"{key} of {path} is {images.dtype}{list(images.shape)}, but uint8 images of "
+            f"{'x'.join(map(str, shape))} are needed: it holds images of another size or kind; "
+            "prepare it again"
+        )
+
+
+def _of_classes(images: Images, classes: list[int]) -> Images:
+    if images.labels is None:
+        raise ValueError(f"{images.name} has no classes to choose from: leave classes= out")
+    present = images.labels.unique().tolist()
+    absent = sorted(set(classes) - set(present))
+    if absent or not classes:
+        raise ValueError(
+            f"{images.name} has no images of the classes {absent or '(none asked for)'}: "
+            f"there are {present[0]} to {present[-1]}"
+        )
+    kept = images.take(torch.isin(images.labels, torch.tensor(classes)).nonzero()[:, 0])
+    chosen = ", ".join(map(str, sorted(set(classes))))
+    return replace(kept, source=f"{images.source}; of these the {len(kept):,} of the classes {chosen}")
+
+
+def _resized(images: Images, size: int) -> Images:
+    checks.positive("size", size)
+    h, w = images.pixels.shape[1:3]
+    if (h, w) == (size, size):
+        return images
+    if images.name.startswith("celeba"):
+        raise ValueError(f"{images.name} is {h}x{w}: for another size load celeba32, celeba64 or celeba128")
+    planes = images.pixels.permute(0, 3, 1, 2).float()
+    larger = F.interpolate(planes, (size, size), mode="bilinear", antialias=True, align_corners=False)
+    pixels = larger.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+    return replace(images, pixels=pixels, source=f"{images.source}, scaled from {h}x{w} to {size}x{size}")

@@ -1,0 +1,245 @@
+"""The prepared format of data sets: where packs are, how they are read and written, which are known.
+
+A pack is one `.npz` file of plain arrays (`numpy.load(path, allow_pickle=False)`):
+
+- `emnist.npz`: `train_images` and `test_images` uint8 (n, 28, 28), upright; `train_labels` and
+  `test_labels`, 0-9 digits and 10-46 letters.
+- `celeba.npz`: `jpeg` uint8, the JPEG files (178x218) one after the other; `offsets` int64 (n + 1,),
+  file i is `jpeg[offsets[i]:offsets[i + 1]]`; `split` int8 (n,), 0 train and validation, 1 test;
+  `image_number` int32 (n,), the official number of each image.
+- `celeba32_more.npz`: `images` uint8 (n, 32, 32, 3), further training faces; `image_number` as above.
+
+Packs written by `prepare` also hold `source`, a sentence on where the data come from, and `sources`,
+a JSON object of file names and their SHA-256.
+"""
+
+import io
+import os
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from constmem.files import write_bytes
+
+Array = npt.NDArray[Any]
+Folder = str | os.PathLike[str] | None
+DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError, OSError, NotImplementedError)
+
+
+class MissingDataError(FileNotFoundError):
+    """A data set is not there; the message says where it was looked for and how to get it."""
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """What is known of a data set: its pack, what it serves, and how to get it.
+
+    Args:
+        name: of the data set; its pack is `name.npz`, unless it is embedded in a package.
+        serves: names that `load_images` takes.
+        keys: arrays that a pack must hold.
+        about: what it is, in a few words.
+        get: how to get it.
+        embedded: the package that brings it along, where one does.
+    """
+
+    name: str
+    serves: tuple[str, ...]
+    keys: tuple[str, ...]
+    about: str
+    get: str
+    embedded: str | None = None
+
+
+KNOWN = {
+    known.name: known
+    for known in (
+        DataSet(
+            "emnist",
+            ("emnist",),
+            ("train_images", "train_labels", "test_images", "test_labels"),
+            "EMNIST 'balanced': 28x28 handwritten digits and letters, 47 classes",
+            "download the binary format of EMNIST (gzip.zip) from the EMNIST page of NIST, then run "
+            "`constmem data prepare emnist --source gzip.zip`",
+        ),
+        DataSet(
+            "celeba",
+            ("celeba32", "celeba64", "celeba128"),
+            ("jpeg", "offsets", "split"),
+            "CelebA: aligned faces, 178x218 JPEG files, for non-commercial research",
+            "download img_align_celeba.zip and list_eval_partition.txt from the CelebA page of the "
+            "Multimedia Laboratory, The Chinese University of Hong Kong, into one folder, then run "
+            "`constmem data prepare celeba --source img_align_celeba.zip`",
+        ),
+        DataSet(
+            "celeba32_more",
+            ("celeba32",),
+            ("images", "image_number"),
+            "further CelebA training faces at 32x32, beside a celeba.npz that holds a part of CelebA",
+            "prepare all of CelebA instead (`constmem data prepare celeba`), which makes it needless",
+        ),
+        DataSet(
+            "digits",
+            ("digits",),
+            (),
+            "1,797 real handwritten digits of 8x8 pixels, inside scikit-learn",
+            "install scikit-learn: `pip install 'constmem[train]'`",
+            embedded="sklearn",
+        ),
+    )
+}
+
+
+def known() -> tuple[DataSet, ...]:
+    """Every data set that can be loaded, found or not."""
+    return tuple(KNOWN.values())
+
+
+def data_folder(data_dir: Folder = None) -> Path:
+    """Where packs are: `data_dir`, else the folder CONSTMEM_DATA names, else ~/.local/share/constmem."""
+    return Path(data_dir or os.environ.get("CONSTMEM_DATA") or "~/.local/share/constmem").expanduser()
+
+
+def cache_folder() -> Path:
+    """Where what can be made again is kept: the folder CONSTMEM_CACHE names, else ~/.cache/constmem."""
+    return Path(os.environ.get("CONSTMEM_CACHE") or "~/.cache/constmem").expanduser()
+
+
+def find_pack(name: str, data_dir: Folder = None) -> Path:
+    """The pack of a data set, or an error that says where it was looked for and how to get it."""
+    folder = data_folder(data_dir)
+    path = folder / f"{name}.npz"
+    if path.is_file():
+        return path
+    if data_dir:
+        origin = "given as data_dir"
+    elif os.environ.get("CONSTMEM_DATA"):
+        origin = "named by CONSTMEM_DATA"
+    else:
+        origin = "the default, as neither data_dir nor CONSTMEM_DATA is set"
+    raise MissingDataError(
+        f"the data set {name!r} is missing: there is no {path.name} in {folder} ({origin}"
+        f"{'' if folder.is_dir() else '; the folder does not exist'}). To get it, {KNOWN[name].get}; "
+        f"or point data_dir or CONSTMEM_DATA to the folder that holds {path.name}"
+    )
+
+
+def read_pack(path: Path, keys: Sequence[str], *, optional: Sequence[str] = ()) -> dict[str, Array]:
+    """These arrays of a pack, and the optional ones that it holds; an error where it is damaged."""
+    try:
+        with _open(path) as pack:
+            absent = [key for key in keys if key not in pack.files]
+            if not absent:
+                return {key: pack[key] for key in (*keys, *optional) if key in pack.files}
+            found = ", ".join(sorted(pack.files)) or "nothing"
+    except DAMAGE as error:
+        raise ValueError(
+            f"{path} is not a readable npz file of plain arrays ({error}): it is cut short, damaged or "
+            "of another format; copy or prepare it again"
+        ) from error
+    raise ValueError(
+        f"{path} lacks {', '.join(absent)}: it holds {found}. It is another file under this name, or "
+        "of another version; prepare it again"
+    )
+
+
+def write_pack(path: Path, arrays: dict[str, Array], *, compress: bool) -> Path:
+    """Write a pack whole or not at all."""
+    content = io.BytesIO()
+    save: Callable[..., None] = np.savez_compressed if compress else np.savez
+    save(content, **arrays)
+    return write_bytes(path, content.getvalue())
+
+
+def identity(path: Path) -> str:
+    """A short name for what a pack holds, from the checksums in its table of contents alone."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            parts = sorted((m.filename, m.CRC, m.file_size) for m in archive.infolist())
+    except DAMAGE as error:
+        raise ValueError(f"{path} is not a readable npz file ({error}): prepare it again") from error
+    return f"{zlib.crc32(repr(parts).encode()):08x}"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What was found of a data set; `path` is None where nothing was.
+
+    Args:
+        known: the data set.
+        path: its pack, or the package it is embedded in.
+        size: bytes of the pack.
+        counts: images in each split.
+        problem: why what was found cannot be used, if so.
+    """
+
+    known: DataSet
+    path: Path | None
+    size: int
+    counts: dict[str, int]
+    problem: str | None = None
+
+    def __str__(self) -> str:
+        name = self.known.name
+        if self.path is None:
+            return f"{name}: missing. {self.known.about}. To get it, {self.known.get}"
+        if self.problem is not None:
+            return f"{name}: cannot be used. {self.problem}"
+        counts = ", ".join(f"{count:,} {split}" for split, count in self.counts.items())
+        size = f", {self.size / 1e6:.1f} MB" if self.size else ""
+        return f"{name}: {counts}{size}, {self.path}. {self.known.about}"
+
+
+def listing(data_dir: Folder = None) -> list[Listing]:
+    """What is found of every known data set, without reading the images."""
+    return [_listed(entry, data_folder(data_dir)) for entry in known()]
+
+
+def _listed(entry: DataSet, folder: Path) -> Listing:
+    if entry.embedded is not None:
+        return _listed_embedded(entry, entry.embedded)
+    path = folder / f"{entry.name}.npz"
+    if not path.is_file():
+        return Listing(entry, None, 0, {})
+    size = path.stat().st_size
+    try:
+        return Listing(entry, path, size, _counts(path, entry))
+    except ValueError as error:
+        return Listing(entry, path, size, {}, str(error))
+
+
+def _listed_embedded(entry: DataSet, package: str) -> Listing:
+    from importlib.util import find_spec
+
+    found = find_spec(package)
+    if found is None or found.origin is None:
+        return Listing(entry, None, 0, {})
+    return Listing(entry, Path(found.origin).parent, 0, {"train": 1437, "test": 360})
+
+
+def _counts(path: Path, entry: DataSet) -> dict[str, int]:
+    """Images in each split, from the small arrays of a pack."""
+    small = [key for key in entry.keys if key not in ("train_images", "test_images", "jpeg", "images")]
+    pack = read_pack(path, small)
+    if entry.name == "emnist":
+        return {"train": len(pack["train_labels"]), "test": len(pack["test_labels"])}
+    if entry.name == "celeba":
+        return {"train": int((pack["split"] == 0).sum()), "test": int((pack["split"] == 1).sum())}
+    return {"train": len(pack["image_number"])}
+
+
+@contextmanager
+def _open(path: Path) -> "Iterator[np.lib.npyio.NpzFile]":
+    with path.open("rb") as file:  # opened here: numpy leaves it open where the archive is damaged
+        if file.read(2) != b"PK":  # numpy would take it for a pickle and say so
+            raise ValueError("it does not begin like a zip archive")
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as pack:
+            yield pack

@@ -1,0 +1,245 @@
+"""From the original public files to the prepared format (see `packs`): EMNIST and CelebA."""
+
+import gzip
+import hashlib
+import json
+import os
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from constmem.data.faces import CHUNK, Progress, pillow, require_size
+from constmem.data.packs import Array, Folder, data_folder, write_pack
+
+PUBLISHED = {  # MD5 of the official files, as published with torchvision
+    "gzip.zip": "58c8d27c78d21e728a6bc7b3cc06412e",
+    "img_align_celeba.zip": "00d2c5bc6d35e252742224ab0c1e8fcb",
+    "list_eval_partition.txt": "d32c9cbf5e040fd4025c592c306e6668",
+}
+NUM_CLASSES, SIDE = 47, 28
+Source = str | os.PathLike[str]
+Place = TypeVar("Place")
+Reader = Callable[[str], bytes]
+
+
+def prepare_emnist(source: Source, data_dir: Folder = None, *, progress: Progress | None = None) -> Path:
+    """Write `emnist.npz` from EMNIST 'balanced' in its binary (IDX) format.
+
+    The original images are transposed; the pack's are upright.
+
+    Args:
+        source: the official `gzip.zip`, or a folder with the four `emnist-balanced-*` files.
+        data_dir: folder to write to; else CONSTMEM_DATA, else ~/.local/share/constmem.
+        progress: called with (done, all) files.
+    """
+    source = Path(source)
+    arrays: dict[str, Array] = {}
+    digests: dict[str, str] = {}
+    with _reader(source, what="EMNIST") as read:
+        for number, (split, kind) in enumerate(
+            (s, k) for s in ("train", "test") for k in ("images", "labels")
+        ):
+            name = f"emnist-balanced-{split}-{kind}-idx{3 if kind == 'images' else 1}-ubyte.gz"
+            content = read(name)
+            digests[name] = hashlib.sha256(content).hexdigest()
+            arrays[f"{split}_{kind}"] = _idx(name, content, dims=3 if kind == "images" else 1)
+            if progress is not None:
+                progress(number + 1, 4)
+    for split in ("train", "test"):
+        _check_emnist(split, arrays[f"{split}_images"], arrays[f"{split}_labels"])
+        upright = arrays[f"{split}_images"].transpose(0, 2, 1)
+        arrays[f"{split}_images"] = np.ascontiguousarray(upright)
+    origin = _origin([source], digests)
+    return write_pack(data_folder(data_dir) / "emnist.npz", arrays | origin, compress=True)
+
+
+def prepare_celeba(
+    source: Source,
+    data_dir: Folder = None,
+    *,
+    partition: Source | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write `celeba.npz` from the aligned CelebA faces; the partition list says which.
+
+    Args:
+        source: `img_align_celeba.zip`, or the folder with the images or with `img_align_celeba` in it.
+        data_dir: folder to write to; else CONSTMEM_DATA, else ~/.local/share/constmem.
+        partition: `list_eval_partition.txt`; looked for in `source` and beside it where not given.
+        progress: called with (done, all) images.
+    """
+    source = Path(source)
+    listed = _find_partition(source, partition)
+    splits = _read_partition(listed)
+    jpeg, ends = _collect(source, list(splits), progress)
+    arrays: dict[str, Array] = {
+        "jpeg": np.frombuffer(jpeg, np.uint8),
+        "offsets": np.array(ends, np.int64),
+        "split": np.array([int(split == 2) for split in splits.values()], np.int8),
+        "image_number": np.array([int(Path(name).stem) for name in splits], np.int32),
+    }
+    origin = _origin(
+        [source, listed], {"all images, in the order of the list": hashlib.sha256(jpeg).hexdigest()}
+    )
+    return write_pack(data_folder(data_dir) / "celeba.npz", arrays | origin, compress=False)
+
+
+def _collect(source: Path, names: list[str], progress: Progress | None) -> tuple[bytearray, list[int]]:
+    """The JPEG files one after the other, each checked, and where they begin and end."""
+    image = pillow()
+    jpeg, ends = bytearray(), [0]
+    with _reader(source, what="CelebA") as read:
+        for number, name in enumerate(names, 1):
+            content = read(name)
+            _check_jpeg(name, content)
+            with image.open(BytesIO(content)) as opened:
+                require_size(opened.size, f"{name} of {source}")
+            jpeg += content
+            ends.append(len(jpeg))
+            if progress is not None and (number % CHUNK == 0 or number == len(names)):
+                progress(number, len(names))
+    return jpeg, ends
+
+
+@contextmanager
+def _reader(source: Path, *, what: str) -> Iterator[Reader]:
+    """A function that reads a file by its bare name from a folder, what is below it, or a zip archive."""
+    if source.is_dir():
+        places = {path.name: path for path in sorted(source.rglob("*")) if path.is_file()}
+        yield lambda name: _found(places, name, source).read_bytes()
+    elif source.is_file():
+        try:
+            with zipfile.ZipFile(source) as archive:
+                members = {Path(m.filename).name: m for m in archive.infolist() if not m.is_dir()}
+                yield lambda name: archive.read(_found(members, name, source))
+        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+            raise ValueError(
+                f"{source} is not a whole zip archive ({error}): it is cut short or damaged; "
+                "download it again"
+            ) from error
+    else:
+        raise FileNotFoundError(f"there is no {source}: give the folder or zip archive of {what}")
+
+
+def _found(places: dict[str, Place], name: str, source: Path) -> Place:
+    if name not in places:
+        raise FileNotFoundError(
+            f"{name} is not in {source} ({len(places):,} files): the download or its extraction broke off, "
+            "or this is another part of the data set"
+        )
+    return places[name]
+
+
+def _idx(name: str, content: bytes, *, dims: int) -> Array:
+    """The array in a gzipped IDX file of unsigned bytes: magic number, sizes, data."""
+    try:
+        raw = gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(
+            f"{name} is not a whole gzip file ({error}): it is cut short or damaged; download it again"
+        ) from error
+    start = 4 + 4 * dims
+    magic = 0x0800 + dims  # 08: unsigned bytes
+    if len(raw) < start or struct.unpack(">I", raw[:4])[0] != magic:
+        raise ValueError(
+            f"{name} does not begin with the magic number {magic:#06x} and {dims} sizes of an IDX file of "
+            "unsigned bytes: it is another file under this name; download it again"
+        )
+    shape = struct.unpack(f">{dims}I", raw[4:start])
+    wanted = int(np.prod(shape, dtype=np.int64))
+    if len(raw) - start != wanted:
+        raise ValueError(
+            f"{name} announces {'x'.join(map(str, shape))} = {wanted:,} bytes, but holds "
+            f"{len(raw) - start:,}: it is cut short or damaged; download it again"
+        )
+    return np.frombuffer(raw, np.uint8, offset=start).reshape(shape)
+
+
+def _check_emnist(split: str, images: Array, labels: Array) -> None:
+    if images.shape[1:] != (SIDE, SIDE):
+        size = "x".join(map(str, images.shape[1:]))
+        raise ValueError(
+            f"the {split} images are {size}, but EMNIST's are {SIDE}x{SIDE}: use the original files"
+        )
+    if len(images) != len(labels):
+        raise ValueError(
+            f"there are {len(images):,} {split} images but {len(labels):,} labels: the files do not belong "
+            "together; take all four from one archive"
+        )
+    if len(labels) == 0 or labels.max() >= NUM_CLASSES:
+        raise ValueError(
+            f"the {split} labels reach {labels.max(initial=0)} ({len(labels):,} of them), but EMNIST "
+            f"'balanced' has {NUM_CLASSES} classes: use the emnist-balanced files"
+        )
+
+
+def _find_partition(source: Path, partition: Source | None) -> Path:
+    name = "list_eval_partition.txt"
+    places = [source / name, source.parent / name] if partition is None else [Path(partition)]
+    for place in places:
+        if place.is_file():
+            return place
+    raise FileNotFoundError(
+        f"there is no {' or '.join(map(str, places))}: CelebA's partition list says which images are for "
+        "testing; download it from the same page (folder Eval) and give it as partition="
+    )
+
+
+def _read_partition(path: Path) -> dict[str, int]:
+    """File name -> 0 train, 1 validation, 2 test."""
+    splits: dict[str, int] = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        match = re.fullmatch(r"(\d+\.jpg)\s+([012])", line.strip())
+        if match is None or match[1] in splits:
+            raise ValueError(
+                f"line {number} of {path} is {line[:60]!r}, but a new file name and 0, 1 or 2 is needed, "
+                "as in '000001.jpg 0': download the list again"
+            )
+        splits[match[1]] = int(match[2])
+    if not splits:
+        raise ValueError(f"{path} lists no images: download it again")
+    return splits
+
+
+def _check_jpeg(name: str, content: bytes) -> None:
+    if content[:2] != b"\xff\xd8" or content[-2:] != b"\xff\xd9":
+        raise ValueError(
+            f"{name} is not a whole JPEG file ({len(content):,} bytes): the download or its extraction "
+            "broke off; extract or download it again"
+        )
+
+
+def _origin(sources: list[Path], digests: dict[str, str]) -> dict[str, Array]:
+    """What a pack says of where it comes from: a sentence, and the SHA-256 of every source."""
+    files = [path for path in sources if path.is_file()]
+    official = len(files) == len(sources)
+    for path in files:
+        md5, digests[path.name] = _digests(path)
+        official = official and md5 in PUBLISHED.values()
+    names = " and ".join(path.name for path in sources)
+    if official:
+        sentence = f"prepared from the official files ({names}, MD5 as published)"
+    elif len(files) == len(sources):
+        sentence = f"prepared from {names}, whose MD5 is not that of the official files"
+    else:
+        sentence = f"prepared from {names}, a folder of files, which has no published checksum"
+    return {"source": np.array(sentence), "sources": np.array(json.dumps(digests, sort_keys=True))}
+
+
+def _digests(path: Path) -> tuple[str, str]:
+    md5, sha256 = hashlib.md5(usedforsecurity=False), hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            md5.update(block)
+            sha256.update(block)
+    return md5.hexdigest(), sha256.hexdigest()

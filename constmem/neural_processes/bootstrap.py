@@ -1,0 +1,287 @@
+"""Bootstrapping neural processes: predictions as mixtures over data as they might have been.
+
+Residual bootstrap, k times over: draw as many points as there are, with replacement; let the model,
+given those, predict all points; draw from its standardised residuals, centred; rebuild the outputs with
+them. The model sees the data as they are and, through a layer of its own, each rebuilt version.
+"""
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.distributions import Distribution
+
+from constmem.checks import positive
+from constmem.fold import Chunk
+from constmem.heads import AnyStd, SampleMixture, logmeanexp, normal
+from constmem.neural_processes.base import M
+from constmem.neural_processes.chunks import joined, mean_of_real
+from constmem.neural_processes.encoders import (
+    Attended,
+    AttentiveEncoder,
+    PointDecoder,
+    PoolingPair,
+    flat_linear,
+    paired,
+    pool,
+)
+from constmem.neural_processes.stored import StoredPoints, StoringProcess
+from constmem.state import accumulator, bias_of
+
+
+class BootstrapProcess(StoringProcess[M]):
+    """A neural process that predicts mixtures over `num_samples` bootstrap versions of its data.
+
+    The versions are drawn by `seed`, from the points in an order of their own: predictions are
+    deterministic, and do not depend on chunks, on the order of the data or on the rest of a batch.
+    """
+
+    decoder: PointDecoder
+
+    def __init__(
+        self,
+        *,
+        dim_x: int,
+        dim_y: int,
+        dim: int,
+        num_samples: int,
+        num_train_samples: int,
+        seed: int,
+        config: dict[str, Any],
+    ) -> None:
+        super().__init__(dim_x=dim_x, dim_y=dim_y, config=config)
+        positive("num_samples", num_samples)
+        positive("num_train_samples", num_train_samples)
+        self.num_samples, self.num_train_samples, self.seed = num_samples, num_train_samples, seed
+        self.adapt = nn.Linear(2 * dim, dim, bias=False)
+
+    @abstractmethod
+    def _encode(self, x: Float[Tensor, "*#b n x"], y: Float[Tensor, "*b n y"], mask: Tensor | None) -> M:
+        """What predictions need of sets of points."""
+
+    @abstractmethod
+    def _represent(self, memory: M, xt: Float[Tensor, "*#b m x"]) -> Float[Tensor, "*b #m r"]:
+        """What sets of points say about each target, or about all of them."""
+
+    def read(self, state: StoredPoints, *, generator: torch.Generator | None = None) -> M:
+        """The data and their bootstrap versions, encoded; a generator draws others than the model's own."""
+        generator = generator or torch.Generator().manual_seed(self.seed)
+        points = self._points(state)
+        shape = points[0].shape[1], 2, self.num_samples  # points first: more of them change no draw before
+        uniforms = torch.rand(shape, generator=generator, device=generator.device).to(self.device)
+        return self._versions(points, uniforms.permute(1, 2, 0)[:, None])
+
+    def decode(
+        self, memory: M, xt: Float[Tensor, "b m x"]
+    ) -> tuple[Float[Tensor, "b m k y"], Float[Tensor, "b m k y"]]:
+        mean, std = self._decode_versions(memory, xt.to(self.dtype))
+        return mean[:, :, 1:], std[:, :, 1:]
+
+    def distribution(self, mean: Tensor, std: Tensor) -> Distribution:
+        return SampleMixture(mean, std)
+
+    def _loss(self, context: Chunk, targets: Chunk, generator: torch.Generator | None) -> Tensor:
+        x, y, mask = joined(context, targets)
+        xc, yc, mask_c = context
+        shape = 2, xc.shape[0], self.num_train_samples, xc.shape[1]
+        uniforms = torch.rand(shape, generator=generator, device=xc.device)
+        memory = self._versions((xc.to(self.dtype), yc.to(self.dtype), mask_c), uniforms)
+        predicted = normal(*self._decode_versions(memory, x.to(self.dtype)))
+        points = predicted.log_prob(y[:, :, None]).sum(-1)  # (b, m, 1 + k)
+        return -mean_of_real(points[..., 0] + logmeanexp(points[..., 1:]), mask)
+
+    def _versions(self, points: Chunk, uniforms: Float[Tensor, "2 #b k n"]) -> M:
+        """Encode the data as they are, and behind them k rebuilt versions."""
+        x, y, mask = ordered(*points)
+        k = uniforms.shape[2]
+        rebuilt = self.bootstrap(x, y, mask, uniforms)
+        ys = torch.cat([y[:, None], rebuilt.to(y.dtype)], 1)
+        return self._encode(x[:, None], ys, None if mask is None else _repeated(mask, k + 1))
+
+    @torch.no_grad()
+    def bootstrap(
+        self,
+        x: Float[Tensor, "b n x"],
+        y: Float[Tensor, "b n y"],
+        mask: Bool[Tensor, "b n"] | None,
+        uniforms: Float[Tensor, "2 #b k n"],
+    ) -> Float[Tensor, "b k n y"]:
+        """Outputs as they might have been; real points must come first, as `ordered` puts them.
+
+        Args:
+            uniforms: numbers in [0, 1) that choose the points drawn, and the residuals drawn.
+        """
+        k = uniforms.shape[2]
+        draws = drawn(uniforms, x, mask)
+        masks = None if mask is None else _repeated(mask, k)
+        resampled = [_picked(_repeated(points, k), draws[0]) for points in (x, y)]
+        seen = self._represent(self._encode(*resampled, masks), x[:, None])
+        mean, std = self.decoder(x[:, None], seen)
+        residuals = _picked((y[:, None] - mean) / std, draws[1])
+        centre, _ = pool(residuals, bias_of(masks, None, torch.float32))
+        rebuilt: Tensor = mean + std * (residuals - centre[..., None, :])
+        return rebuilt
+
+    def _decode_versions(
+        self, memory: M, xt: Float[Tensor, "b m x"]
+    ) -> tuple[Float[Tensor, "b m v y"], Float[Tensor, "b m v y"]]:
+        """Predictions given the data alone, and behind them those given each version beside the data."""
+        seen = self._represent(memory, xt[:, None]).transpose(1, 2)  # (b, 1 or m, 1 + k, 2 d)
+        extra = flat_linear(seen[:, :, 1:], self.adapt.weight)
+        extra = torch.cat([torch.zeros_like(extra[:, :, :1]), extra], 2)
+        mean, std = self.decoder(xt[:, :, None], seen[:, :, :1], extra=extra)
+        return mean, std
+
+
+class BNP(BootstrapProcess[Tensor]):
+    """A conditional neural process that bootstraps its data: two means of them, and of each version.
+
+    The default depths are the published ones for Gaussian processes; trained on context and targets.
+
+    Args:
+        dim_x, dim_y: channels of inputs and outputs.
+        dim: width of everything inside.
+        pre_depth, post_depth: layers of the MLPs before and after the means.
+        decoder_depth: layers of the decoder.
+        std: "coarse" (at least 0.1) as published, "bounded" (at least 0.05) or "exp".
+        num_samples, num_train_samples: bootstrap versions in predictions, and in the loss.
+        seed: which versions predictions are made of.
+
+    Example:
+        >>> model = BNP(dim_x=1, dim_y=1, dim=16).eval()
+        >>> x, y = torch.rand(1, 9, 1), torch.rand(1, 9, 1)
+        >>> mean = model.query(model.condition(x, y), x).mean
+        >>> shuffled = model.query(model.condition(x.flip(1), y.flip(1)), x).mean
+        >>> torch.allclose(mean, shuffled, atol=1e-5)  # the draws do not follow the order of the data
+        True
+    """
+
+    name: ClassVar[str] = "bnp"
+
+    def __init__(
+        self,
+        *,
+        dim_x: int,
+        dim_y: int,
+        dim: int = 128,
+        pre_depth: int = 4,
+        post_depth: int = 2,
+        decoder_depth: int = 3,
+        std: AnyStd = "coarse",
+        num_samples: int = 50,
+        num_train_samples: int = 4,
+        seed: int = 0,
+    ) -> None:
+        config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        own = {"num_samples": num_samples, "num_train_samples": num_train_samples, "seed": seed}
+        super().__init__(dim_x=dim_x, dim_y=dim_y, dim=dim, config=config, **own)
+        self.encoder = PoolingPair(
+            dim_x=dim_x, dim_y=dim_y, dim=dim, outs=(dim, dim), pre_depth=pre_depth, post_depth=post_depth
+        )
+        self.decoder = PointDecoder(
+            dim_x=dim_x, dim_in=2 * dim, dim=dim, dim_y=dim_y, depth=decoder_depth, std=std
+        )
+
+    def _encode(self, x: Tensor, y: Tensor, mask: Tensor | None) -> Float[Tensor, "*b r"]:
+        out: Tensor = self.encoder(paired(x, y), mask)
+        return out
+
+    def _represent(self, memory: Float[Tensor, "*b r"], xt: Tensor) -> Float[Tensor, "*b 1 r"]:  # noqa: ARG002
+        return memory[..., None, :]
+
+
+class BANP(BootstrapProcess[Attended]):
+    """A bootstrapping neural process whose targets attend to the data and to each version of them.
+
+    The default depths are the published ones for Gaussian processes; trained on context and targets.
+
+    Args:
+        dim_x, dim_y: channels of inputs and outputs.
+        dim: width of everything inside.
+        pre_depth: layers before the mean and of the values (self-attention stands for two of them).
+        post_depth: layers after the mean, and of queries and keys.
+        decoder_depth: layers of the decoder.
+        std: "coarse" (at least 0.1) as published, "bounded" (at least 0.05) or "exp".
+        num_samples, num_train_samples: bootstrap versions in predictions, and in the loss.
+        seed: which versions predictions are made of.
+
+    Example:
+        >>> model = BANP(dim_x=1, dim_y=1, dim=16, num_samples=5).eval()
+        >>> x, y = torch.rand(1, 9, 1), torch.rand(1, 9, 1)
+        >>> once, again = (model.query(model.condition(x, y), x).mean for _ in range(2))
+        >>> torch.equal(once, again)  # the versions are the model's own
+        True
+    """
+
+    name: ClassVar[str] = "banp"
+
+    def __init__(
+        self,
+        *,
+        dim_x: int,
+        dim_y: int,
+        dim: int = 128,
+        num_heads: int = 8,
+        pre_depth: int = 4,
+        post_depth: int = 2,
+        decoder_depth: int = 3,
+        std: AnyStd = "coarse",
+        num_samples: int = 50,
+        num_train_samples: int = 4,
+        seed: int = 0,
+    ) -> None:
+        config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        own = {"num_samples": num_samples, "num_train_samples": num_train_samples, "seed": seed}
+        super().__init__(dim_x=dim_x, dim_y=dim_y, dim=dim, config=config, **own)
+        self.encoder = AttentiveEncoder(
+            dim_x=dim_x,
+            dim_y=dim_y,
+            dim=dim,
+            out=dim,
+            pre_depth=pre_depth,
+            post_depth=post_depth,
+            num_heads=num_heads,
+        )
+        self.decoder = PointDecoder(
+            dim_x=dim_x, dim_in=2 * dim, dim=dim, dim_y=dim_y, depth=decoder_depth, std=std
+        )
+
+    def _encode(self, x: Tensor, y: Tensor, mask: Tensor | None) -> Attended:
+        return self.encoder.encode(x, y, mask)
+
+    def _represent(self, memory: Attended, xt: Tensor) -> Float[Tensor, "*b m r"]:
+        out: Tensor = self.encoder(memory, xt)
+        return out
+
+
+def ordered(x: Tensor, y: Tensor, mask: Tensor | None) -> Chunk:
+    """The points in an order that depends on what they are, not on how they came; real ones first."""
+    points = torch.cat([x, y], -1).to(accumulator(x.device))
+    weights = torch.arange(2, points.shape[-1] + 2, dtype=points.dtype, device=points.device).sqrt()
+    key = (points * weights).sum(-1)  # no two different points in practice have the same
+    if mask is not None:
+        key = key.masked_fill(~mask, float("inf"))
+    order = key.argsort(dim=-1, stable=True)
+    x, y = (t.gather(1, order[..., None].expand_as(t)) for t in (x, y))
+    return x, y, None if mask is None else mask.gather(1, order)
+
+
+def drawn(
+    uniforms: Float[Tensor, "2 #b k n"], x: Float[Tensor, "b n x"], mask: Tensor | None
+) -> Int[Tensor, "2 b k n"]:
+    """Indices of points drawn with replacement from the real ones, which come first."""
+    b, n = x.shape[:2]
+    count = torch.full((b,), n, device=x.device) if mask is None else mask.sum(-1)
+    count = count[:, None, None]
+    indices = (uniforms * count).long()
+    return torch.minimum(indices, count - 1).clamp_min(0)
+
+
+def _picked(points: Float[Tensor, "b k n p"], draws: Int[Tensor, "b k n"]) -> Float[Tensor, "b k n p"]:
+    return points.gather(2, draws[..., None].expand(-1, -1, -1, points.shape[-1]))
+
+
+def _repeated(points: Tensor, k: int) -> Tensor:
+    return points[:, None].expand(points.shape[0], k, *points.shape[1:])

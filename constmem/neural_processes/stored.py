@@ -1,0 +1,159 @@
+"""States that are the data itself, and the models that keep them: merging is putting side by side."""
+
+import os
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from constmem.files import read_tensors, write_tensors
+from constmem.fold import Chunk
+from constmem.neural_processes.base import M, NeuralProcess
+from constmem.neural_processes.chunks import joined
+from constmem.neural_processes.states import State
+
+KIND, VERSION = "constmem.points", 1
+
+
+@dataclass(frozen=True, eq=False)
+class StoredPoints:
+    """All points seen, kept as they are: a state that grows with every one of them.
+
+    It depends on no weights, so any model of the same channels that stores its data may read it.
+
+    Attributes:
+        x, y: inputs and outputs; zeros where the mask leaves points out.
+        mask: (b, n) True = real; None where all are.
+
+    Example:
+        >>> one = StoredPoints(torch.rand(1, 3, 2), torch.rand(1, 3, 1))
+        >>> both = one.merge(StoredPoints(torch.rand(1, 2, 2), torch.rand(1, 2, 1)))
+        >>> both.count.item(), both.nbytes - one.nbytes  # 2 points of 3 numbers of 4 bytes
+        (5, 24)
+    """
+
+    AXES: ClassVar[str] = "(dim_x, dim_y)"
+    fingerprint: ClassVar[str | None] = None  # data depend on no weights
+
+    x: Float[Tensor, "b n x"]
+    y: Float[Tensor, "b n y"]
+    mask: Bool[Tensor, "b n"] | None = None
+
+    def merge(self, other: "StoredPoints") -> "StoredPoints":
+        """All points of both; associative, and commutative as far as any prediction goes."""
+        mine, theirs = ((s.batch, *s.layout, s.device) for s in (self, other))
+        if mine != theirs:
+            raise ValueError(
+                f"cannot merge states that differ: (batch, dim_x, dim_y, device) is {mine} and {theirs}; "
+                "both must be of one batch and on one device (state.to moves one)"
+            )
+        if 0 in (self.x.shape[1], other.x.shape[1]):
+            return self if other.x.shape[1] == 0 else other
+        return StoredPoints(*joined((self.x, self.y, self.mask), (other.x, other.y, other.mask)))
+
+    def remove(self, other: "StoredPoints") -> "StoredPoints":
+        """Not possible: which of the points to drop is not for a state to guess."""
+        raise NotImplementedError(
+            f"cannot remove {other.count.tolist()} points: this state is the stored data itself, in which "
+            "points have no identity; condition again on those to keep"
+        )
+
+    def decay(self, log_weight: float | Tensor) -> "StoredPoints":
+        """Not possible: stored points have no weights."""
+        raise NotImplementedError(
+            f"cannot decay by {log_weight}: this state is the stored data itself, whose points all count "
+            "alike; keep a window of the last points instead"
+        )
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "StoredPoints":
+        """The same points elsewhere, or in another precision."""
+        mask = None if self.mask is None else self.mask.to(device)
+        return StoredPoints(self.x.to(device, dtype), self.y.to(device, dtype), mask)
+
+    def detach(self) -> "StoredPoints":
+        """The same points cut off from the graph that computed them."""
+        return StoredPoints(self.x.detach(), self.y.detach(), self.mask)
+
+    def signed(self, fingerprint: str) -> "StoredPoints":  # noqa: ARG002
+        """The same state: no weights made it."""
+        return self
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """(dim_x, dim_y)."""
+        return self.x.shape[-1], self.y.shape[-1]
+
+    @property
+    def batch(self) -> int:
+        """How many tasks it is the state of."""
+        return self.x.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self.x.device
+
+    @property
+    def count(self) -> Int[Tensor, " b"]:
+        """How many points each task has seen."""
+        if self.mask is not None:
+            return self.mask.sum(-1)
+        return torch.full(self.x.shape[:1], self.x.shape[1], device=self.x.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes remembered: proportional to the points seen."""
+        return sum(t.nbytes for t in (self.x, self.y, self.mask) if t is not None)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state, atomically, as a safetensors file with a versioned header."""
+        tensors = {"x": self.x, "y": self.y}
+        if self.mask is not None:
+            tensors["mask"] = self.mask
+        write_tensors(path, tensors, {"format": KIND, "version": str(VERSION)})
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], device: torch.device | str | None = None) -> "StoredPoints":
+        """Read a state that `save` wrote."""
+        tensors, _ = read_tensors(path, kind=KIND, version=VERSION)
+        missing = {"x", "y"} - tensors.keys()
+        if missing or len({t.shape[:2] for t in tensors.values()}) > 1:
+            what = f"lacks {sorted(missing)}" if missing else "holds tensors that do not fit each other"
+            raise ValueError(f"{path} is damaged: it {what}; save the state again")
+        return StoredPoints(tensors["x"], tensors["y"], tensors.get("mask")).to(device)
+
+
+class StoringProcess(NeuralProcess[StoredPoints, M]):
+    """A neural process that remembers all its data, and works them through when it is asked."""
+
+    state_type: ClassVar[type[State]] = StoredPoints
+
+    def empty(self, batch: int = 1) -> StoredPoints:
+        nothing = self._where.new_zeros
+        return StoredPoints(nothing(batch, 0, self.dim_x), nothing(batch, 0, self.dim_y))
+
+    def _observe(self, x: Tensor, y: Tensor, mask: Tensor | None, log_weight: Tensor | None) -> StoredPoints:
+        if log_weight is not None:
+            raise ValueError(
+                f"{type(self).__name__} cannot weigh points: it stores them as they are, and all count "
+                "alike; leave log_weight out, or take a model of constant memory"
+            )
+        return StoredPoints(x.clone(), y.clone(), None if mask is None else mask.clone())
+
+    def _merged(self, chunks: list[Chunk]) -> StoredPoints:
+        return self._observe(*chunks[0], None) if len(chunks) == 1 else StoredPoints(*joined(*chunks))
+
+    def observing_parameters(self) -> list[nn.Parameter]:
+        return []
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        return self.dim_x, self.dim_y
+
+    def _points(self, state: StoredPoints) -> Chunk:
+        """The stored points in the precision of the model."""
+        return state.x.to(self.dtype), state.y.to(self.dtype), state.mask

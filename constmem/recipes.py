@@ -1,0 +1,148 @@
+"""The hyper-parameters of every run as data: (data set, model, recipe) to settings, in one place.
+
+`faithful` is the paper's protocol: Adam at 5e-4 with a cosine to zero, batches of 100 (50 and 25 for
+larger faces, 16 for Gaussian processes), one context size a batch. `improved` is ours, and is given to
+every model alike: larger batches, a warm-up, clipping, and a context size drawn for every task.
+"""
+
+import difflib
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+Precision = Literal["float32", "tf32", "bf16"]
+Sampling = Literal["reference", "static"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is built and trained.
+
+    Attributes:
+        steps, batch: how many steps of how many tasks.
+        lr, warmup, weight_decay, clip: Adam's rate after a linear warm-up, before a cosine to zero; L2
+            penalty; largest gradient norm (0: no clipping).
+        precision: arithmetic on a GPU; a CPU always computes in float32.
+        sampling: "reference" (one context size a batch) or "static" (one for each task, by masks).
+        max_points: context and target points of a task together, by the reference protocol.
+        num_targets: targets of a task under static sampling.
+        skew: how strongly static sampling prefers small contexts (1: uniform; 2: as often as the
+            evaluation asks for targets there).
+        model: keywords of the model's constructor.
+    """
+
+    steps: int = 16_000
+    batch: int = 256
+    lr: float = 1e-3
+    warmup: int = 500
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    precision: Precision = "bf16"
+    sampling: Sampling = "static"
+    max_points: int = 200
+    num_targets: int = 100
+    skew: float = 2.0
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+NAMES = ("improved", "faithful")
+
+# data set -> (dim_x, dim_y, points a task has at most, steps of 200 epochs at the paper's batch, that batch)
+DATASETS: dict[str, tuple[int, int, int, int, int]] = {
+    "digits": (2, 1, 64, 20_000, 16),
+    "emnist": (2, 1, 200, 48_000, 100),
+    "celeba32": (2, 3, 200, 52_000, 100),
+    "celeba64": (2, 3, 800, 40_000, 50),
+    "celeba128": (2, 3, 1600, 80_000, 25),
+    "gp": (1, 1, 50, 100_000, 16),
+}
+
+_DEPTHS = {"gp": (4, 2, 3), "celeba": (6, 3, 5), "": (5, 3, 4)}  # of the CNP family: pre, post, decoder
+_CNP_FAMILY = ("cnp", "canp", "np", "anp", "bnp", "banp")
+_SMALL = {"dim": 32, "depth": 3, "num_slots": 32, "num_latents": 32, "hidden": 64}
+_MATCHED = {"depth": 3}  # a CMANP with about as many parameters as LBANP
+
+
+def recipe(dataset: str, model: str, name: str = "improved") -> Recipe:
+    """The settings of a run.
+
+    Example:
+        >>> recipe("emnist", "cmanp", "faithful").lr
+        0.0005
+    """
+    dim_x, dim_y, max_points, steps, batch = DATASETS[known("data set", dataset, DATASETS)]
+    known("recipe", name, NAMES)
+    base_model, _, variant = model.partition("-")
+    settings: dict[str, Any] = {"dim_x": dim_x, "dim_y": dim_y}
+    settings |= _architecture(dataset, base_model)
+    settings |= {"": {}, "small": _SMALL, "matched": _MATCHED}[
+        known("variant", variant, ("", "small", "matched"))
+    ]
+    if name == "faithful":
+        return Recipe(
+            steps=steps, batch=batch, lr=5e-4, warmup=0, clip=0.0, precision="tf32",
+            sampling="reference", max_points=max_points, model=settings,
+        )  # fmt: skip
+    shape = {
+        "digits": {"steps": 1500, "batch": 32, "num_targets": 20, "warmup": 100},
+        "celeba64": {"batch": 64, "num_targets": 400},
+        "celeba128": {"batch": 32, "num_targets": 800},
+        "gp": {"steps": 40_000, "batch": 256},
+    }.get(dataset, {})
+    return replace(Recipe(max_points=max_points, model=settings), **shape)  # type: ignore[arg-type]
+
+
+def _architecture(dataset: str, model: str) -> dict[str, Any]:
+    """What the paper sets apart for a data set: depths of the CNP family, the kind of deviation."""
+    if model in _CNP_FAMILY:
+        family = next(key for key in _DEPTHS if dataset.startswith(key))
+        return dict(zip(("pre_depth", "post_depth", "decoder_depth"), _DEPTHS[family], strict=True))
+    return {"std": "bounded" if dataset in ("emnist", "digits") else "exp"}
+
+
+def changed(recipe: Recipe, overrides: list[str]) -> Recipe:
+    """The recipe with `key=value` (or `model.key=value`) changes; an unknown key is an error."""
+    content: dict[str, Any] = asdict(recipe)
+    for item in overrides:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"{item!r} is not of the form key=value")
+        if key.startswith("model."):
+            content["model"][key.removeprefix("model.")] = _literal(value)
+        else:
+            content[known("setting", key, [k for k in content if k != "model"])] = _literal(value)
+    hints = get_type_hints(Recipe)
+    return Recipe(**{key: _fitting(key, value, hints[key]) for key, value in content.items()})
+
+
+def _fitting(key: str, value: Any, hint: Any) -> Any:
+    """The value in the type that a setting has, or an error."""
+    if get_origin(hint) is Literal:
+        return known(f"value of {key}", str(value), get_args(hint))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, get_origin(hint) or hint) and not isinstance(value, bool):
+        return value
+    raise ValueError(f"{key} must be a {getattr(hint, '__name__', hint)}, not {value!r}")
+
+
+def _literal(text: str) -> Any:
+    import yaml
+
+    value = yaml.safe_load(text)
+    if isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def known(what: str, name: str, names: Any) -> str:
+    """`name` if it is one of `names`; otherwise an error with the nearest ones."""
+    if name in names:
+        return name
+    near = difflib.get_close_matches(name, list(names), n=3)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(names)}"
+    raise ValueError(f"there is no {what} {name!r}: {hint}")

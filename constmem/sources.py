@@ -1,0 +1,86 @@
+"""Where a run's tasks come from: a data set as an endless sampler and fixed sets to validate and test on."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from constmem import data
+from constmem.data import Images, Task
+from constmem.recipes import Recipe
+
+HELD_OUT = 1000  # training images set aside to validate on
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set as tasks.
+
+    Attributes:
+        sample: a fresh batch of training tasks from a generator.
+        validation: the same held-out tasks every time.
+        tests: names of test sets, each a function to their fixed tasks.
+        statement: what the data are.
+    """
+
+    sample: Callable[[torch.Generator], Task]
+    validation: Callable[[], Iterator[Task]]
+    tests: dict[str, Callable[[], Iterator[Task]]]
+    statement: str
+
+
+def open_source(dataset: str, recipe: Recipe, *, data_dir: Path | None, device: torch.device) -> Source:
+    """The source of a data set that `recipes.DATASETS` names."""
+    if dataset == "gp":
+        return _gp(recipe, device)
+    return _images(dataset, recipe, data_dir, device)
+
+
+def _gp(recipe: Recipe, device: torch.device) -> Source:
+    def sample(generator: torch.Generator) -> Task:
+        if recipe.sampling == "reference":
+            return data.gp_tasks(recipe.batch, generator=generator)[0]
+        return data.static_gp_tasks(recipe.batch, generator=generator, fill_targets=True)[0]
+
+    def fixed(kernel: data.Kernel, seed: int, batches: int) -> Callable[[], Iterator[Task]]:
+        def tasks() -> Iterator[Task]:
+            for task, _ in data.gp_evaluation_tasks(kernel=kernel, seed=seed, num_batches=batches):
+                yield task.to(device)
+
+        return tasks
+
+    tests = {kernel: fixed(kernel, 0, 3000) for kernel in ("rbf", "matern", "periodic")}
+    return Source(sample, fixed("rbf", 1, 200), tests, "Gaussian processes drawn from the protocol's prior")
+
+
+def _images(dataset: str, recipe: Recipe, data_dir: Path | None, device: torch.device) -> Source:
+    seen = range(10) if dataset == "emnist" else None
+    images = data.load_images(dataset, data_dir=data_dir, split="train", classes=seen).to(device)
+    training, validation = data.hold_out(images, count=min(HELD_OUT, len(images) // 10))
+    pixels = training.pixels
+
+    def sample(generator: torch.Generator) -> Task:
+        index = torch.randint(len(pixels), (recipe.batch,), generator=generator, device=generator.device)
+        if recipe.sampling == "reference":
+            return data.image_tasks(pixels[index], generator=generator, max_points=recipe.max_points)
+        return data.static_image_tasks(
+            pixels[index],
+            generator=generator,
+            num_context_max=min(recipe.max_points - 3, pixels[0, ..., 0].numel() - recipe.num_targets),
+            num_targets=recipe.num_targets,
+            skew=recipe.skew,
+        )
+
+    def fixed(images: Images, seed: int) -> Callable[[], Iterator[Task]]:
+        return lambda: data.evaluation_tasks(images, seed=seed, max_points=recipe.max_points)
+
+    tests: dict[str, Callable[[], Iterator[Task]]] = {}
+    for name, classes in _test_sets(dataset).items():
+        test = data.load_images(dataset, data_dir=data_dir, split="test", classes=classes)
+        tests[name] = fixed(test.to(device), 0)
+    return Source(sample, fixed(validation, 1), tests, images.source)
+
+
+def _test_sets(dataset: str) -> dict[str, range | None]:
+    return {"seen": range(10), "unseen": range(10, 47)} if dataset == "emnist" else {"test": None}

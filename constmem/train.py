@@ -1,0 +1,315 @@
+"""One flat loop that trains every model: sample, step, log, validate, checkpoint; resumable bit for bit."""
+
+import contextlib
+import json
+import math
+import os
+import platform
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from constmem import checkpoint
+from constmem.data import Task
+from constmem.files import write_text
+from constmem.neural_processes import MODELS, NeuralProcess
+from constmem.progress import progress
+from constmem.recipes import Recipe, known
+from constmem.sources import Source, open_source
+
+LOG_EVERY = 50
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained on what, and how: all that is needed to do it again."""
+
+    dataset: str
+    model: str
+    recipe_name: str
+    recipe: Recipe
+    seed: int = 0
+
+
+class Stopped(RuntimeError):
+    """A run came to an early end; the message says why, and how to go on."""
+
+
+def build(run: Run) -> NeuralProcess:
+    """A freshly initialised model, the same for the same seed."""
+    name = known("model", run.model.partition("-")[0], MODELS)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(run.seed)
+        try:
+            return MODELS[name](**run.recipe.model)
+        except TypeError as error:
+            raise ValueError(f"{name} cannot be built with {run.recipe.model}: {error}") from error
+
+
+def train(
+    run: Run,
+    *,
+    out: Path,
+    data_dir: Path | None = None,
+    device: str = "cpu",
+    resume: bool = False,
+    compiled: bool = True,
+    validate_every: int = 2000,
+    save_every: float = 60.0,
+    stop_after: int | None = None,
+) -> Path:
+    """Train a model into the folder `out`: config.json, model.safetensors, metrics.jsonl, a checkpoint.
+
+    Args:
+        out: the run's folder; must be new unless `resume` is set.
+        compiled: on a GPU, compile the loss and capture the whole step in a graph.
+        validate_every: steps between validations.
+        save_every: seconds between checkpoints.
+        stop_after: leave the loop (with a checkpoint) after this step, to be resumed later.
+    """
+    where = torch.device(device)
+    _prepare_folder(run, out, resume)
+    _set_precision(run.recipe.precision)
+    source = open_source(run.dataset, run.recipe, data_dir=data_dir, device=where)
+    model = build(run).to(where).train()
+    optimiser = _optimiser(model, run.recipe, where)
+    generator = torch.Generator(where).manual_seed(run.seed)
+    step_of = _stepper(run.recipe, model, optimiser, source, generator, compiled=compiled)
+    done = 0
+    if resume and (out / checkpoint.FILE).exists():
+        done = checkpoint.load(out, model=model, optimiser=optimiser, generator=generator)
+    log = _Log(out, done, source.statement)
+
+    def save(step: int) -> None:
+        checkpoint.save(out, model=model, optimiser=optimiser, generator=generator, step=step)
+        model.save_pretrained(out)
+
+    last = min(run.recipe.steps, stop_after or run.recipe.steps)
+    saved = time.monotonic()
+    with progress(f"{run.dataset}/{run.model}", run.recipe.steps) as report, _interruptible() as interrupted:
+        while done < last:
+            loss = step_of(_rate(run.recipe, done))
+            done += 1
+            if done % LOG_EVERY and done < last and not interrupted:
+                continue
+            value = float(loss)
+            if not math.isfinite(value):
+                raise Stopped(
+                    f"the loss became {value} at step {done}: the last good checkpoint is in {out}; "
+                    "resume it with a smaller lr or a clip, for instance --set lr=3e-4"
+                )
+            log.step(done, value, _rate(run.recipe, done - 1))
+            report(done, f"loss {value:.3f}")
+            if done % validate_every < LOG_EVERY or done == run.recipe.steps:
+                log.validation(done, _validate(model, source))
+            if interrupted or done == last or time.monotonic() - saved > save_every:
+                save(done)
+                saved = time.monotonic()
+            if interrupted:
+                raise Stopped(f"stopped by a signal after step {done}; go on with --resume")
+    return out
+
+
+def _validate(model: NeuralProcess, source: Source) -> float:
+    """Mean log-likelihood of a point on the held-out tasks."""
+    model.eval()
+    total = points = 0.0
+    with torch.no_grad():
+        for task in source.validation():
+            state = model._condition([(task.xc, task.yc, None)])
+            log_prob = model.predict(model.read(state), task.xt).log_prob(task.yt)
+            total += float(task.point_log_likelihood(log_prob).sum())
+            points += task.xt.shape[0] * task.xt.shape[1]
+    model.train()
+    return total / points
+
+
+def _rate(recipe: Recipe, step: int) -> float:
+    """A linear warm-up, then a cosine to zero."""
+    if step < recipe.warmup:
+        return recipe.lr * (step + 1) / recipe.warmup
+    share = (step - recipe.warmup) / max(recipe.steps - recipe.warmup, 1)
+    return recipe.lr * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def _optimiser(model: NeuralProcess, recipe: Recipe, where: torch.device) -> torch.optim.Adam:
+    on_gpu = where.type == "cuda"
+    lr: Any = torch.tensor(recipe.lr, device=where) if on_gpu else recipe.lr
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.Adam(
+        parameters, lr=lr, weight_decay=recipe.weight_decay, fused=on_gpu, capturable=on_gpu
+    )
+
+
+def _stepper(
+    recipe: Recipe,
+    model: NeuralProcess,
+    optimiser: torch.optim.Adam,
+    source: Source,
+    generator: torch.Generator,
+    *,
+    compiled: bool,
+) -> Callable[[float], Tensor]:
+    """A function that takes one step at a given rate and returns the loss, still on its device."""
+    where = generator.device
+    on_gpu = where.type == "cuda"
+    half = on_gpu and recipe.precision == "bf16"
+    loss_of: Callable[..., Tensor] = torch.compile(model.loss) if on_gpu and compiled else model.loss
+
+    def step() -> Tensor:
+        task: Task = source.sample(generator)
+        with torch.autocast(where.type, dtype=torch.bfloat16, enabled=half, cache_enabled=False):
+            loss = loss_of(
+                task.xc,
+                task.yc,
+                task.xt,
+                task.yt,
+                mask_c=task.mask_c,
+                mask_t=task.mask_t,
+                generator=generator,
+            )
+        optimiser.zero_grad(set_to_none=not on_gpu)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if recipe.clip > 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip, foreach=True)
+        optimiser.step()
+        return loss.detach()
+
+    def at_rate(rate: float) -> Tensor:
+        for group in optimiser.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        return step()
+
+    if not (on_gpu and recipe.sampling == "static"):
+        return at_rate
+    return _captured(at_rate, step, optimiser, generator)
+
+
+def _captured(
+    at_rate: Callable[[float], Tensor],
+    step: Callable[[], Tensor],
+    optimiser: torch.optim.Adam,
+    generator: torch.Generator,
+) -> Callable[[float], Tensor]:
+    """Capture the step in a CUDA graph once it is warm: one launch a step from then on."""
+    warm, graph, loss = 0, torch.cuda.CUDAGraph(), torch.empty(0)
+
+    def run(rate: float) -> Tensor:
+        nonlocal warm, loss
+        warm += 1
+        if warm <= 3:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                result = at_rate(rate)
+            torch.cuda.current_stream().wait_stream(side)
+            return result
+        for group in optimiser.param_groups:
+            group["lr"].fill_(rate)
+        if warm == 4:
+            graph.register_generator_state(generator)
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                loss = step()
+        graph.replay()
+        return loss
+
+    return run
+
+
+def _set_precision(precision: str) -> None:
+    torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
+
+
+def _prepare_folder(run: Run, out: Path, resume: bool) -> None:
+    path = out / "run.json"
+    content = asdict(run)
+    if path.exists():
+        if not resume:
+            raise FileExistsError(f"{out} holds a run already: take another --out, or go on with --resume")
+        before = json.loads(path.read_text())["run"]
+        if before != json.loads(json.dumps(content)):
+            raise ValueError(
+                f"{out} is a run of other settings ({before}): resume it with those, or start anew"
+            )
+        return
+    about = {
+        "run": content,
+        "commit": _commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    write_text(path, json.dumps(about, indent=2) + "\n")
+
+
+def _commit() -> str | None:
+    """The commit of the code, where it runs from a checkout (or is told by CONSTMEM_COMMIT)."""
+    if "CONSTMEM_COMMIT" in os.environ:
+        return os.environ["CONSTMEM_COMMIT"]
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+class _Log:
+    """metrics.jsonl, one line an entry; TensorBoard beside it where that is installed."""
+
+    def __init__(self, out: Path, done: int, statement: str) -> None:
+        self.path = out / "metrics.jsonl"
+        self.start = time.monotonic()
+        kept = self.path.read_text().splitlines() if self.path.exists() else []
+        kept = [line for line in kept if json.loads(line).get("step", 0) <= done]
+        self.before = max((json.loads(line).get("seconds", 0.0) for line in kept), default=0.0)
+        if not kept:
+            kept = [json.dumps({"data": statement})]
+        write_text(self.path, "\n".join(kept) + "\n")
+        self.board: Any = None
+        with contextlib.suppress(ImportError):
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(out / "tensorboard"), purge_step=done)  # type: ignore[no-untyped-call]
+
+    def _write(self, entry: dict[str, float], step: int) -> None:
+        seconds = round(self.before + time.monotonic() - self.start, 2)
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": step, **entry, "seconds": seconds}) + "\n")
+        if self.board is not None:
+            for name, value in entry.items():
+                self.board.add_scalar(name, value, step)
+
+    def step(self, step: int, loss: float, rate: float) -> None:
+        """The loss of one step."""
+        self._write({"loss": loss, "lr": rate}, step)
+
+    def validation(self, step: int, log_likelihood: float) -> None:
+        """The validation's log-likelihood of a point."""
+        self._write({"validation": log_likelihood}, step)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[list[int]]:
+    """Turn Ctrl-C and SIGTERM into an entry of a list, so that the loop can end in good order."""
+    caught: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        caught.append(number)
+        if len(caught) > 1:  # asked twice: now
+            os._exit(130)
+
+    old = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

@@ -1,0 +1,237 @@
+"""From the original formats of EMNIST and CelebA to packs, on tiny files made here."""
+
+import gzip
+import hashlib
+import io
+import json
+import struct
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from constmem.data import load_images, prepare_celeba, prepare_emnist
+
+NAMES = {
+    f"{split}_{kind}": f"emnist-balanced-{split}-{kind}-idx{dims}-ubyte.gz"
+    for split in ("train", "test")
+    for kind, dims in (("images", 3), ("labels", 1))
+}
+
+
+@pytest.fixture(autouse=True)
+def own_folders(request, tmp_path, monkeypatch):
+    """Keep every test away from the packs and the cache of whoever runs it."""
+    if "data" not in request.keywords:
+        monkeypatch.setenv("CONSTMEM_DATA", str(tmp_path / "packs"))
+        monkeypatch.setenv("CONSTMEM_CACHE", str(tmp_path / "cache"))
+
+
+# Tiny files in the original formats
+
+
+def idx(array):
+    """An array of bytes as a gzipped IDX file."""
+    header = struct.pack(f">{1 + array.ndim}I", 0x0800 + array.ndim, *array.shape)
+    return gzip.compress(header + array.tobytes())
+
+
+def emnist_arrays(seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "train_images": rng.integers(0, 256, (94, 28, 28), np.uint8),
+        "train_labels": np.arange(94, dtype=np.uint8) % 47,
+        "test_images": rng.integers(0, 256, (47, 28, 28), np.uint8),
+        "test_labels": np.arange(47, dtype=np.uint8),
+    }
+
+
+def emnist_folder(folder, **changes):
+    """The four files as NIST gives them, some changed."""
+    files = {key: idx(array) for key, array in emnist_arrays().items()} | changes
+    folder.mkdir(parents=True, exist_ok=True)
+    for key, content in files.items():
+        if content is not None:
+            (folder / NAMES[key]).write_bytes(content)
+    return folder
+
+
+def zipped(folder, path, prefix):
+    with zipfile.ZipFile(path, "w") as archive:
+        for file in sorted(folder.iterdir()):
+            archive.write(file, f"{prefix}/{file.name}")
+    return path
+
+
+def jpeg(seed, size=(178, 218)):
+    """A smooth random picture as the bytes of a JPEG file."""
+    small = np.random.default_rng(seed).integers(0, 256, (8, 6, 3), np.uint8)
+    content = io.BytesIO()
+    Image.fromarray(small).resize(size, Image.Resampling.BICUBIC).save(content, "JPEG")
+    return content.getvalue()
+
+
+def celeba_folder(folder, count=6, splits=(0, 0, 0, 1, 2, 2)):
+    """The image folder with the partition list beside it."""
+    images = folder / "img_align_celeba"
+    images.mkdir(parents=True)
+    lines = []
+    for i in range(count):
+        (images / f"{i + 1:06d}.jpg").write_bytes(jpeg(i))
+        lines.append(f"{i + 1:06d}.jpg {splits[i]}\n")
+    (folder / "list_eval_partition.txt").write_text("".join(lines))
+    return images
+
+
+def read(path):
+    with np.load(path, allow_pickle=False) as pack:
+        return {key: pack[key] for key in pack.files}
+
+
+# Preparing EMNIST
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_emnist_becomes_upright_and_keeps_its_labels(tmp_path, archive):
+    source = emnist_folder(tmp_path / "gzip")
+    if archive:
+        source = zipped(source, tmp_path / "gzip.zip", "gzip")
+    steps = []
+    path = prepare_emnist(source, progress=lambda done, whole: steps.append((done, whole)))
+    assert path == tmp_path / "packs" / "emnist.npz"
+    assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    original = emnist_arrays()
+    for split in ("train", "test"):
+        images = load_images("emnist", split=split)
+        upright = images.pixels[..., 0].numpy()
+        np.testing.assert_array_equal(upright, original[f"{split}_images"].transpose(0, 2, 1))
+        assert images.labels.tolist() == original[f"{split}_labels"].tolist()
+        assert images.pixels.dtype == torch.uint8
+        assert images.name == "emnist"
+
+
+def test_the_pack_records_the_checksums_of_its_sources(tmp_path):
+    archive = zipped(emnist_folder(tmp_path / "gzip"), tmp_path / "gzip.zip", "gzip")
+    pack = read(prepare_emnist(archive))
+    sources = json.loads(str(pack["sources"]))
+    for path in (archive, *(tmp_path / "gzip").iterdir()):
+        assert sources[path.name] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert "not that of the official" in load_images("emnist").source
+    prepare_emnist(tmp_path / "gzip")
+    assert "no published checksum" in load_images("emnist").source
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"train_images": idx(emnist_arrays()["train_images"])[:-900]},
+            "train-images.*not a whole gzip file",
+        ),
+        ({"train_images": b"hello"}, "train-images.*not a whole gzip file"),
+        ({"test_labels": gzip.compress(b"\0\0\x08\x03" + bytes(99))}, "test-labels.*magic number 0x0801"),
+        ({"test_labels": gzip.compress(b"\0\0")}, "magic number"),
+        ({"test_labels": gzip.compress(struct.pack(">2I", 0x801, 47) + bytes(40))}, "47 bytes, but holds 40"),
+        ({"test_labels": idx(np.zeros(46, np.uint8))}, "47 test images but 46 labels"),
+        ({"test_labels": idx(np.full(47, 61, np.uint8))}, "labels reach 61.*47 classes"),
+        ({"test_images": idx(np.zeros((47, 32, 32), np.uint8))}, "test images are 32x32.*28x28"),
+    ],
+)
+def test_damaged_or_foreign_emnist_files_are_refused(tmp_path, changes, message):
+    source = emnist_folder(tmp_path / "source", **changes)
+    with pytest.raises(ValueError, match=message):
+        prepare_emnist(source)
+    assert not (tmp_path / "packs").exists(), "nothing half-made stays behind"
+
+
+def test_what_is_not_there_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no .*nowhere: give the folder or zip"):
+        prepare_emnist(tmp_path / "nowhere")
+    source = emnist_folder(tmp_path / "source", test_labels=None)
+    with pytest.raises(FileNotFoundError, match=r"emnist-balanced-test-labels.* is not in .*3 files"):
+        prepare_emnist(source)
+
+
+def test_a_truncated_archive_is_refused_and_the_old_pack_kept(tmp_path):
+    folder = emnist_folder(tmp_path / "gzip")
+    pack = prepare_emnist(folder)
+    before = pack.read_bytes()
+    archive = zipped(folder, tmp_path / "gzip.zip", "gzip")
+    whole = archive.read_bytes()
+    archive.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"not a whole zip archive.*cut short"):
+        prepare_emnist(archive)
+    archive.write_bytes(whole[:5000] + bytes(1000) + whole[6000:])
+    with pytest.raises(ValueError, match=r"not a whole zip archive.*CRC"):
+        prepare_emnist(archive)
+    assert pack.read_bytes() == before
+    assert [path.name for path in pack.parent.iterdir()] == ["emnist.npz"]
+
+
+# Preparing CelebA
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_celeba_keeps_the_original_files_and_the_official_split(tmp_path, archive):
+    images = celeba_folder(tmp_path / "celeba")
+    source = tmp_path / "celeba"
+    if archive:
+        source = zipped(images, tmp_path / "celeba" / "img_align_celeba.zip", "img_align_celeba")
+    steps = []
+    pack = read(prepare_celeba(source, progress=lambda *step: steps.append(step)))
+    assert steps == [(6, 6)]
+    assert pack["split"].tolist() == [0, 0, 0, 0, 1, 1], "validation is trained on"
+    assert pack["image_number"].tolist() == [1, 2, 3, 4, 5, 6]
+    for i, path in enumerate(sorted(images.iterdir())):
+        start, stop = pack["offsets"][i : i + 2]
+        assert pack["jpeg"][start:stop].tobytes() == path.read_bytes()
+    sources = json.loads(str(pack["sources"]))
+    assert sources["all images, in the order of the list"] == hashlib.sha256(pack["jpeg"]).hexdigest()
+    assert "list_eval_partition.txt" in sources
+
+
+def test_the_partition_list_may_lie_elsewhere_and_name_a_part(tmp_path):
+    images = celeba_folder(tmp_path / "celeba")
+    partition = tmp_path / "few.txt"
+    partition.write_text("000002.jpg 0\n\n000005.jpg 2\n")
+    pack = read(prepare_celeba(images, partition=partition, data_dir=tmp_path / "other"))
+    assert pack["image_number"].tolist() == [2, 5]
+    assert (tmp_path / "other" / "celeba.npz").is_file()
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (lambda d: (d / "list_eval_partition.txt").unlink(), FileNotFoundError, "partition list says which"),
+        (lambda d: (d / "list_eval_partition.txt").write_text(""), ValueError, "lists no images"),
+        (
+            lambda d: (d / "list_eval_partition.txt").write_text("000001.jpg 7\n"),
+            ValueError,
+            "line 1 .* 0, 1 or 2",
+        ),
+        (
+            lambda d: (d / "list_eval_partition.txt").write_text("000001.jpg 0\n000001.jpg 1\n"),
+            ValueError,
+            "line 2",
+        ),
+        (lambda d: (d / "img_align_celeba/000003.jpg").unlink(), FileNotFoundError, "000003.jpg is not in"),
+        (
+            lambda d: (d / "img_align_celeba/000003.jpg").write_bytes(jpeg(2)[:-50]),
+            ValueError,
+            "000003.jpg is not a whole JPEG",
+        ),
+        (
+            lambda d: (d / "img_align_celeba/000003.jpg").write_bytes(jpeg(2, (64, 64))),
+            ValueError,
+            "000003.jpg .* is 64x64, .* 178x218",
+        ),
+    ],
+)
+def test_an_incomplete_celeba_is_refused(tmp_path, damage, error, message):
+    celeba_folder(tmp_path / "celeba")
+    damage(tmp_path / "celeba")
+    with pytest.raises(error, match=message):
+        prepare_celeba(tmp_path / "celeba")
+    assert not (tmp_path / "packs").exists()

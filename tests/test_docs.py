@@ -1,0 +1,64 @@
+"""What the documentation says is run: doctests, and every Python block of README and docs."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import constmem
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted(["constmem", *(m.name for m in pkgutil.walk_packages(constmem.__path__, "constmem."))])
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_are_true(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__doc__, f"{name} does not say what it is for"
+    outcome = doctest.testmod(module)
+    assert outcome.failed == 0
+
+
+def test_there_are_examples() -> None:
+    found = sum(
+        len(test.examples)
+        for name in MODULES
+        for test in doctest.DocTestFinder().find(importlib.import_module(name))
+    )
+    assert found > 20
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page run one after another, as a reader would type them."""
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text()
+    namespace: dict[str, object] = {"__name__": page.stem}
+    for block in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        line = text[: block.start(1)].count("\n")
+        code = compile("\n" * line + block[1], page.name, "exec")  # errors name the line of the page
+        exec(code, namespace)
+    assert text.strip()
+
+
+def test_the_readme_shows_code_and_names_the_two_commands() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert "```python" in text
+    assert "make demo" in text
+    assert "make test" in text
+
+
+def test_files_the_pages_point_to_exist() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} points to {target}"
+
+
+def test_public_names_are_sorted_and_documented() -> None:
+    names = constmem.__all__
+    assert names == sorted(names, key=lambda name: (not name.isupper(), name))
+    assert all(getattr(constmem, name).__doc__ for name in names)

@@ -1,0 +1,486 @@
+"""`Stream`: the one mutable object, and what it forgets."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Refuses
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributions import Distribution
+
+from constmem import CMANP, AttentionState, Decay, Stream, Window
+
+Forget = Decay | Window | None
+FORGETTING: list[Forget] = [None, Decay(5.0), Window(9, 3)]
+every_kind = pytest.mark.parametrize("forget", FORGETTING, ids=["all", "decay", "window"])
+
+
+def built(seed: int = 1) -> CMANP:
+    torch.manual_seed(seed)
+    model = CMANP(dim_x=1, dim_y=1, dim=16, depth=2, num_slots=6, num_latents=5, num_heads=2, hidden=12)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.eval()
+
+
+MODEL = built()
+
+
+def task(n: int = 30, b: int = 2, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    x, y, xt = (torch.randn(b, m, 1, generator=random) for m in (n, n, 7))
+    return x, y, xt
+
+
+def show(stream: Stream, x: Tensor, y: Tensor, sizes: list[int], **options: Any) -> None:
+    start = 0
+    for size in sizes:
+        stream.observe(x[:, start : start + size], y[:, start : start + size], **options)
+        start += size
+
+
+def condition(x: Tensor, y: Tensor, model: CMANP = MODEL) -> AttentionState:
+    with torch.no_grad():
+        return model.condition(x, y)
+
+
+def query(state: AttentionState, xt: Tensor, model: CMANP = MODEL) -> Distribution:
+    with torch.no_grad():
+        return model.query(state, xt)
+
+
+def assert_predicts(found: Distribution, expected: Distribution, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(found.mean, expected.mean, atol=tolerance, rtol=0)
+    torch.testing.assert_close(found.stddev, expected.stddev, atol=tolerance, rtol=0)
+
+
+def assert_state(found: AttentionState, expected: AttentionState, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(found.value, expected.value, atol=tolerance, rtol=0)
+    torch.testing.assert_close(found.lse, expected.lse, atol=tolerance, rtol=1e-6)
+
+
+# Observing and predicting
+
+
+def test_a_stream_predicts_what_its_model_does() -> None:
+    x, y, xt = task()
+    stream = Stream(MODEL, batch=2)
+    assert_predicts(stream.predict(xt), query(MODEL.empty(2), xt), 0.0)
+    show(stream, x, y, [1, 9, 0, 20])
+    assert stream.count.tolist() == [30, 30]
+    assert_predicts(stream.predict(xt), query(condition(x, y), xt))
+    assert_state(stream.state, condition(x, y))
+
+
+@every_kind
+def test_the_state_is_read_once_until_the_next_observation(
+    forget: Forget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y, xt = task()
+    model = built()
+    reads = []
+    read = model.read
+    monkeypatch.setattr(model, "read", lambda state: reads.append(state) or read(state))
+    stream = Stream(model, batch=2, forget=forget)
+    show(stream, x, y, [1] * 20)
+    assert len(reads) == 0  # observing never reads
+    first, again, _ = stream.predict(xt), stream.predict(xt), stream.predict(xt[:, :3])
+    assert len(reads) == 1
+    assert_predicts(first, again, 0.0)
+    stream.observe(x[:, 20:], y[:, 20:])
+    assert len(reads) == 1
+    changed = stream.predict(xt)
+    assert len(reads) == 2
+    assert float((changed.mean - first.mean).abs().max()) > 1e-4
+
+
+@every_kind
+def test_no_gradients_are_recorded(forget: Forget) -> None:
+    x, y, xt = task()
+    stream = Stream(MODEL, batch=2, forget=forget)
+    stream.observe(x.requires_grad_(), y)
+    assert not stream.predict(xt).mean.requires_grad
+    assert not stream.state.value.requires_grad
+    assert not stream.state.lse.requires_grad
+
+
+@every_kind
+@pytest.mark.parametrize("chunk", [1, 4, 4096])
+def test_the_chunk_changes_nothing(forget: Forget, chunk: int) -> None:
+    x, y, _ = task()
+    stream, other = Stream(MODEL, batch=2, forget=forget), Stream(MODEL, batch=2, forget=forget)
+    show(stream, x, y, [7, 23], chunk=chunk)
+    show(other, x, y, [7, 23])
+    assert_state(stream.state, other.state)
+    assert torch.equal(stream.count, other.count)
+
+
+@every_kind
+def test_the_bytes_held_do_not_grow(forget: Forget) -> None:
+    x, y, _ = task(200)
+    stream = Stream(MODEL, batch=2, forget=forget)
+    sizes = []
+    for i in range(200):
+        stream.observe(x[:, i : i + 1], y[:, i : i + 1])
+        sizes.append(stream.nbytes)
+    one = MODEL.empty(2).nbytes
+    limit = one * (4 if isinstance(forget, Window) else 1)
+    assert max(sizes) == limit
+    assert set(sizes[50:]) == {limit}
+
+
+def test_masked_points_are_left_out() -> None:
+    x, y, xt = task()
+    mask = torch.rand(2, 30) < 0.5
+    stream = Stream(MODEL, batch=2)
+    stream.observe(x.masked_fill(~mask[..., None], torch.nan), y, mask=mask)
+    with torch.no_grad():
+        expected = MODEL.condition(x, y, mask=mask)
+    assert_predicts(stream.predict(xt), query(expected, xt))
+    assert torch.equal(stream.count, mask.sum(1))
+
+
+@every_kind
+def test_a_fork_goes_its_own_way(forget: Forget) -> None:
+    x, y, xt = task()
+    stream = Stream(MODEL, batch=2, forget=forget)
+    stream.observe(x[:, :10], y[:, :10])
+    before = stream.predict(xt)
+    fork = stream.fork()
+    assert_predicts(fork.predict(xt), before, 0.0)
+    fork.observe(x[:, 10:], y[:, 10:])
+    assert_predicts(stream.predict(xt), before, 0.0)
+    whole = Stream(MODEL, batch=2, forget=forget)
+    show(whole, x, y, [10, 20])
+    assert_state(fork.state, whole.state)
+    stream.observe(-x[:, 10:], y[:, 10:])
+    assert_state(fork.state, whole.state)
+    assert float((fork.predict(xt).mean - stream.predict(xt).mean).abs().max()) > 1e-4
+
+
+# Forgetting by decay
+
+
+@pytest.mark.parametrize("half_life", [0.5, 5.0, 1000.0])
+@pytest.mark.parametrize("sizes", [[30], [1] * 30, [0, 7, 23], [29, 1]])
+def test_decay_is_weighting_every_point_by_its_age(half_life: float, sizes: list[int]) -> None:
+    x, y, xt = task()
+    stream = Stream(MODEL, batch=2, forget=Decay(half_life))
+    show(stream, x, y, sizes)
+    ages = np.arange(29, -1, -1)
+    log_weight = torch.as_tensor(np.log(0.5) * ages / half_life, dtype=torch.float32).expand(2, -1)
+    with torch.no_grad():
+        expected = MODEL.observe(x, y, log_weight=log_weight)
+    assert_state(stream.state, expected, 2e-5)
+    assert_predicts(stream.predict(xt), query(expected, xt))
+    assert stream.count.tolist() == [30, 30]
+
+
+def test_after_a_half_life_a_point_counts_half() -> None:
+    x, y, _ = task(2)
+    stream = Stream(MODEL, batch=2, forget=Decay(1.0))
+    show(stream, x, y, [1, 1])
+    state, old, new = stream.state, condition(x[:, :1], y[:, :1]), condition(x[:, 1:], y[:, 1:])
+    expected = np.log(0.5 * old.lse.exp().numpy() + new.lse.exp().numpy())
+    np.testing.assert_allclose(state.lse, expected, atol=1e-6)
+
+
+@given(sizes=st.lists(st.integers(0, 12), min_size=1, max_size=6), chunk=st.integers(1, 20))
+def test_decay_does_not_depend_on_how_points_arrive(sizes: list[int], chunk: int) -> None:
+    n = sum(sizes)
+    x, y, _ = task(n)
+    stream, single = (Stream(MODEL, batch=2, forget=Decay(3.0)) for _ in range(2))
+    show(stream, x, y, sizes, chunk=chunk)
+    show(single, x, y, [1] * n)
+    assert_state(stream.state, single.state, 2e-5)
+
+
+def test_masked_points_count_as_steps_of_decay() -> None:
+    x, y, _ = task(10)
+    mask = torch.arange(20).view(2, 10) % 3 > 0
+    together, apart = (Stream(MODEL, batch=2, forget=Decay(2.0)) for _ in range(2))
+    together.observe(x, y, mask=mask)
+    for i in range(10):
+        apart.observe(x[:, i : i + 1], y[:, i : i + 1], mask=mask[:, i : i + 1])
+    assert_state(together.state, apart.state, 2e-5)
+    assert torch.equal(together.count, mask.sum(1))
+
+
+def test_decay_does_not_depend_on_the_dtype_of_the_data() -> None:
+    """Ages up to a thousand are no bfloat16 numbers."""
+    x, y, _ = (t.bfloat16() for t in task(1000))
+    stream, other = (Stream(MODEL, batch=2, forget=Decay(200.0)) for _ in range(2))
+    stream.observe(x, y)
+    other.observe(x.float(), y.float())
+    assert_state(stream.state, other.state)
+
+
+def test_decay_over_ages_forgets_without_breaking() -> None:
+    x, y, xt = task(30)
+    stream = Stream(MODEL, batch=2, forget=Decay(0.01))
+    show(stream, x, y, [10] * 3)
+    assert_predicts(stream.predict(xt), query(condition(x[:, -1:], y[:, -1:]), xt))
+
+
+@pytest.mark.parametrize("half_life", [0.0, -1.0, float("inf"), float("nan")])
+def test_half_lives_that_are_no_positive_numbers_are_refused(half_life: float) -> None:
+    with pytest.raises(ValueError, match=f"half_life must be a positive number of points, not {half_life}"):
+        Decay(half_life)
+
+
+# Forgetting by a window
+
+
+@given(
+    points=st.integers(1, 12),
+    buckets=st.integers(1, 12),
+    sizes=st.lists(st.integers(0, 15), min_size=1, max_size=6),
+)
+def test_a_window_remembers_the_last_points_and_at_most_a_bucket_more(
+    points: int, buckets: int, sizes: list[int]
+) -> None:
+    window = Window(points, min(buckets, points))
+    x, y, _ = task(sum(sizes))
+    stream = Stream(MODEL, batch=2, forget=window)
+    start = 0
+    for size in sizes:
+        stop = start + size
+        stream.observe(x[:, start:stop], y[:, start:stop])
+        start = stop
+        count = int(stream.count[0])
+        assert min(stop, points) <= count <= min(stop, points + window.bucket)
+        assert_state(stream.state, condition(x[:, stop - count : stop], y[:, stop - count : stop]))
+
+
+@given(sizes=st.lists(st.integers(0, 15), min_size=1, max_size=6))
+def test_a_window_does_not_depend_on_how_points_arrive(sizes: list[int]) -> None:
+    n = sum(sizes)
+    x, y, _ = task(n)
+    stream, single = (Stream(MODEL, batch=2, forget=Window(8, 3)) for _ in range(2))
+    show(stream, x, y, sizes)
+    show(single, x, y, [1] * n)
+    assert torch.equal(stream.count, single.count)
+    assert_state(stream.state, single.state)
+
+
+def test_a_window_of_points_and_buckets_slides_by_a_bucket() -> None:
+    x, y, _ = task(30)
+    stream = Stream(MODEL, batch=2, forget=Window(6, 3))
+    counts = []
+    for i in range(14):
+        stream.observe(x[:, i : i + 1], y[:, i : i + 1])
+        counts.append(int(stream.count[0]))
+    assert counts == [1, 2, 3, 4, 5, 6, 7, 6, 7, 6, 7, 6, 7, 6]
+
+
+def test_a_window_passes_masks_on() -> None:
+    x, y, _ = task(10)
+    mask = torch.arange(20).view(2, 10) % 3 > 0
+    stream = Stream(MODEL, batch=2, forget=Window(20, 4))
+    stream.observe(x, y, mask=mask)
+    with torch.no_grad():
+        assert_state(stream.state, MODEL.condition(x, y, mask=mask))
+    assert torch.equal(stream.count, mask.sum(1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 1), "points must be a whole number of at least 1, not 0"),
+        ((5, 0), "buckets must be a whole number of at least 1, not 0"),
+        ((5, 6), "6 buckets cannot share 5 points"),
+        ((2.5, 1), "points must be a whole number of at least 1, not 2.5"),
+    ],
+)
+def test_windows_that_cannot_be_are_refused(
+    refuses: Refuses, arguments: tuple[Any, Any], message: str
+) -> None:
+    with refuses(ValueError, message):
+        Window(*arguments)
+
+
+# Errors
+
+
+@contextmanager
+def breaking(model: CMANP, error: BaseException, after: int) -> Iterator[None]:
+    """The model's observation raises once it was called so many times."""
+    observe, calls = model._observe, 0
+
+    def broken(*arguments: Any) -> AttentionState:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise error
+        return observe(*arguments)
+
+    model._observe = broken  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        model._observe = observe  # type: ignore[method-assign]
+        assert calls == after + 1
+
+
+@every_kind
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("a cosmic ray")], ids=["stop", "error"])
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_stream_broken_off_is_as_it_was(forget: Forget, error: BaseException, after: int) -> None:
+    x, y, xt = task()
+    model = built()
+    stream, other = (Stream(model, batch=2, forget=forget) for _ in range(2))
+    stream.observe(x[:, :10], y[:, :10])
+    other.observe(x[:, :10], y[:, :10])
+    before = stream.predict(xt)
+    with pytest.raises(type(error)), breaking(model, error, after):
+        stream.observe(x[:, 10:], y[:, 10:], chunk=3)
+    assert torch.equal(stream.state.value, other.state.value)
+    assert torch.equal(stream.state.lse, other.state.lse)
+    assert_predicts(stream.predict(xt), before, 0.0)
+    stream.observe(x[:, 10:], y[:, 10:], chunk=3)
+    other.observe(x[:, 10:], y[:, 10:], chunk=3)
+    assert torch.equal(stream.state.value, other.state.value)
+    assert torch.equal(stream.state.lse, other.state.lse)
+    assert torch.equal(stream.count, other.count)
+
+
+@every_kind
+def test_bad_points_are_refused_and_leave_the_stream_as_it_was(forget: Forget, refuses: Refuses) -> None:
+    x, y, xt = task()
+    stream = Stream(MODEL, batch=2, forget=forget)
+    stream.observe(x[:, :10], y[:, :10])
+    state, before = stream.state, stream.predict(xt)
+    bad = y[:, 10:].clone()
+    bad[1, 15, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"y\[1, 15, 0\] is nan"):
+        stream.observe(x[:, 10:], bad, chunk=4)
+    with refuses(ValueError, r"y has \(batch, points\) \(2, 19\), but x has \(2, 20\)"):
+        stream.observe(x[:, 10:], y[:, 11:])
+    with refuses(ValueError, "cannot merge states that differ"):
+        stream.observe(x[:1, 10:], y[:1, 10:])
+    with refuses(ValueError, "mask has shape"):
+        stream.observe(x, y, mask=torch.ones(2, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="chunk must be a whole number of at least 1, not 0"):
+        stream.observe(x, y, chunk=0)
+    assert torch.equal(stream.state.value, state.value)
+    assert torch.equal(stream.state.lse, state.lse)
+    assert_predicts(stream.predict(xt), before, 0.0)
+
+
+def test_bad_targets_are_refused() -> None:
+    _, _, xt = task()
+    stream = Stream(MODEL, batch=2)
+    xt[1, 3, 0] = torch.inf
+    with pytest.raises(ValueError, match=r"xt\[1, 3, 0\] is inf"):
+        stream.predict(xt)
+    with pytest.raises(ValueError, match=r"xt has shape \(2, 7, 2\), but \(batch, points, 1\) is needed"):
+        stream.predict(torch.zeros(2, 7, 2))
+    with pytest.raises(ValueError, match="xt is a batch of 3, but the state one of 2"):
+        stream.predict(torch.zeros(3, 7, 1))
+    with pytest.raises(ValueError, match="batch must be a whole number of at least 1, not 0"):
+        Stream(MODEL, batch=0)
+
+
+# Files
+
+
+@every_kind
+@pytest.mark.parametrize("seen", [0, 1, 13])
+def test_a_stream_comes_back_from_its_file_and_goes_on(forget: Forget, seen: int, tmp_path: Path) -> None:
+    x, y, xt = task()
+    stream = Stream(MODEL, batch=2, forget=forget)
+    stream.observe(x[:, :seen], y[:, :seen])
+    stream.save(tmp_path / "stream")
+    again = Stream.load(tmp_path / "stream", MODEL)
+    assert again.forget == forget
+    assert again.nbytes == stream.nbytes
+    assert_predicts(again.predict(xt), stream.predict(xt), 0.0)
+    for each in (stream, again):
+        show(each, x[:, seen:], y[:, seen:], [1] * (30 - seen))
+    assert torch.equal(again.count, stream.count)
+    assert torch.equal(again.state.value, stream.state.value)
+    assert torch.equal(again.state.lse, stream.state.lse)
+
+
+@every_kind
+def test_a_stream_of_other_weights_is_refused(forget: Forget, tmp_path: Path) -> None:
+    x, y, _ = task()
+    stream = Stream(MODEL, batch=2, forget=forget)
+    stream.observe(x, y)
+    stream.save(tmp_path / "stream")
+    with pytest.raises(ValueError, match=r"stream was written by other weights \(fingerprint \w{16}, this m"):
+        Stream.load(tmp_path / "stream", built(seed=2))
+
+
+@every_kind
+def test_a_stream_is_refused_once_its_model_has_learned(forget: Forget) -> None:
+    """States of the old weights must not be mixed with those of the new."""
+    x, y, xt = task()
+    model = built()
+    stream = Stream(model, batch=2, forget=forget)
+    stream.observe(x[:, :10], y[:, :10])
+    with torch.no_grad():
+        model.stack.observation.slots.mul_(1.5)
+        with pytest.raises(ValueError, match=r"other weights|different weights"):
+            stream.observe(x[:, 10:], y[:, 10:])
+        with pytest.raises(ValueError, match=r"other weights|different weights"):
+            model.query(stream.state, xt)
+
+
+def test_files_that_are_no_streams_are_refused(tmp_path: Path) -> None:
+    x, y, _ = task()
+    with pytest.raises(FileNotFoundError, match=r"expected a constmem.stream"):
+        Stream.load(tmp_path / "nowhere", MODEL)
+    condition(x, y).save(tmp_path / "state")
+    with pytest.raises(ValueError, match=r"holds 'constmem.state' where 'constmem.stream' was expected"):
+        Stream.load(tmp_path / "state", MODEL)
+    path = tmp_path / "stream"
+    Stream(MODEL, batch=2).save(path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="cut short"):
+        Stream.load(path, MODEL)
+
+
+def damage(path: Path, change: Callable[[dict[str, Tensor], dict[str, str]], None]) -> None:
+    tensors = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        header = dict(file.metadata())
+    change(tensors, header)
+    save_file(tensors, path, header)
+
+
+def test_a_stream_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "stream"
+    Stream(MODEL).save(path)
+    damage(path, lambda _, header: header.update(version="2"))
+    with pytest.raises(ValueError, match="format version 2; this constmem reads version 1"):
+        Stream.load(path, MODEL)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors, _: tensors.pop("lse"),
+        lambda _, header: header.pop("shell"),
+        lambda _, header: header.update(shell="{"),
+        lambda _, header: header.update(shell=json.dumps({"forget": {"kind": "Sieve"}, "filled": 0})),
+    ],
+)
+def test_a_damaged_stream_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Tensor], dict[str, str]], None]
+) -> None:
+    path = tmp_path / "stream"
+    Stream(MODEL).save(path)
+    damage(path, change)
+    with pytest.raises(ValueError, match=r"stream is damaged"):
+        Stream.load(path, MODEL)
