@@ -4,34 +4,28 @@ import gc
 import json
 import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import memray
 import torch
 
 from constmem.files import write_text
+from constmem.train import current_commit
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def provenance(seed: int, data: str) -> dict[str, Any]:
     """Commit, device, versions, date, seed and data: what a row needs to be believed."""
-    git = ["git", "-C", str(RESULTS.parent)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    dirty = subprocess.run([*git, "status", "--porcelain", ".."], capture_output=True, text=True, check=True)
     return {
-        "commit": commit.stdout.strip() + ("+changes" if dirty.stdout.strip() else ""),
+        "commit": current_commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": f"{_processor()}, {torch.get_num_threads()} threads",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__,
-                     "constmem": version("constmem")},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "seed": seed,
         "data": data,
     }  # fmt: skip
@@ -52,6 +46,8 @@ def save(name: str, rows: list[dict[str, Any]], **about: Any) -> None:
 
 def peak(work: Callable[[], Any]) -> int:
     """Bytes allocated at the worst moment of `work`, beyond what was there before."""
+    import memray
+
     gc.collect()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "allocations"

@@ -35,14 +35,14 @@ def measured() -> str:
             f"| extra peak, conditioning on {r['points']:,} points | {r['peak'] / MB:.1f} MB | {literal} |"
         )
     lines.append(
-        f"| extra peak, query of {query[0]['targets']:,} and of {query[-1]['targets']:,} targets, outputs aside | "
+        f"| extra peak, query of {query[0]['targets']:,} and {query[-1]['targets']:,} targets, no outputs | "
         f"{query[0]['peak_without_outputs'] / MB:.1f} and {query[-1]['peak_without_outputs'] / MB:.1f} MB | |"
     )
-    for r in train:
-        lines.append(
-            f"| extra peak, forward and backward, context of {r['points']:,} | {r['peak'] / MB:.0f} MB | "
-            f"{r['peak_dense'] / MB:.0f} MB (dense) |"
-        )
+    lines += [
+        f"| extra peak, forward and backward, context of {r['points']:,} | {r['peak'] / MB:.0f} MB | "
+        f"{r['peak_dense'] / MB:.0f} MB (dense) |"
+        for r in train
+    ]
     lines.append(f"| bytes remembered after 1,000 and after {max(condition):,} points | "
                  f"{condition[10**3]['remembered']:,} and {many['remembered']:,} | |")  # fmt: skip
     for what, r in by_chunk.items():
@@ -57,12 +57,12 @@ def measured() -> str:
 def numbers() -> str:
     numerics = rows("numerics")
     lines = ["| single-point updates | | error of lse (log C) | error of value |", "|---|---|---|---|"]
-    for r in numerics:
-        if "log_c_error" in r:
-            lines.append(
-                f"| {r['updates']:,} | {r['what']} | {r['log_c_error']:.1e} | {r['embedding_error']:.1e} |"
-            )
-    lines += ["", "| a whole CMANP, updated point by point in float32, against a float64 model conditioned at once | "
+    lines += [
+        f"| {r['updates']:,} | {r['what']} | {r['log_c_error']:.1e} | {r['embedding_error']:.1e} |"
+        for r in numerics
+        if "log_c_error" in r
+    ]
+    lines += ["", "| a CMANP updated point by point in float32, against a float64 one conditioned at once | "
               "lse | value | predicted mean | predicted deviation |", "|---|---|---|---|---|"]  # fmt: skip
     for r in numerics:
         if "mean_error" in r:
@@ -96,9 +96,7 @@ def main() -> None:
     ):
         text = place(path, name, table())
         if check and text != path.read_text():
-            sys.exit(
-                f"{path.name}: its table of {name!r} is not what the committed rows say: run benchmarks/tables.py"
-            )
+            sys.exit(f"{path.name}: its table {name!r} is not what the rows say: run benchmarks/tables.py")
         if not check:
             write_text(path, text)
 

@@ -112,7 +112,7 @@ def main() -> None:
         print(f"constmem: {error}", file=sys.stderr)
         sys.exit(2)
     except RuntimeError as error:
-        if type(error).__name__ not in ("Stopped", "ConditioningError"):
+        if type(error).__name__ not in ("StoppedError", "ConditioningError"):
             raise
         print(f"constmem: {error}", file=sys.stderr)
         sys.exit(1)

@@ -77,7 +77,8 @@ def crps_of(dist: Distribution, y: Tensor) -> Tensor:
     if isinstance(dist, Normal):
         z = (y - dist.mean) / dist.stddev
         density = torch.exp(-0.5 * z**2) / sqrt(2 * pi)
-        return dist.stddev * (z * torch.special.erf(z / sqrt(2.0)) + 2 * density - 1 / sqrt(pi))
+        erf: Tensor = torch.special.erf(z / sqrt(2.0))
+        return dist.stddev * (z * erf + 2 * density - 1 / sqrt(pi))
     low = torch.minimum(dist.mean - 6 * dist.stddev, y)
     high = torch.maximum(dist.mean + 6 * dist.stddev, y)
     steps = 64

@@ -1,7 +1,7 @@
 """Pictures: what people would rather look at than read."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def completions(
 def completion_grid(
     model: NeuralProcess, pixels: Tensor, sizes: Sequence[int], path: str | os.PathLike[str], *, title: str
 ) -> Path:
-    """For each image three rows (context, mean, uncertainty) over growing contexts, the truth at the right."""
+    """For each image three rows (context, mean, uncertainty) for growing contexts, the truth at the right."""
     plt = pyplot()
     results = completions(model, pixels, sizes)
     rows, columns = 3 * len(pixels), len(sizes) + 1
@@ -105,7 +105,7 @@ def _show(axis: Any, image: Tensor, *, unknown: str | None = None, colours: str 
 
 
 def memory_curve(
-    seen: Sequence[int], lines: dict[str, Sequence[float]], path: str | os.PathLike[str], *, title: str
+    seen: Sequence[int], lines: Mapping[str, Sequence[float]], path: str | os.PathLike[str], *, title: str
 ) -> Path:
     """Bytes against points seen, both on logarithmic axes."""
     plt = pyplot()

@@ -83,7 +83,7 @@ def recipe(dataset: str, model: str, name: str = "improved") -> Recipe:
             sampling="reference", max_points=max_points, model=settings,
         )  # fmt: skip
     shape = {
-        "digits": {"steps": 1500, "batch": 32, "num_targets": 20, "warmup": 100},
+        "digits": {"steps": 1200, "batch": 64, "lr": 2e-3, "num_targets": 20, "warmup": 100},
         "celeba64": {"batch": 64, "num_targets": 400},
         "celeba128": {"batch": 32, "num_targets": 800},
         "gp": {"steps": 40_000, "batch": 256},

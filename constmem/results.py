@@ -16,7 +16,7 @@ from constmem.neural_processes import NeuralProcess
 from constmem.recipes import Recipe
 from constmem.sources import open_source
 
-# Log-likelihoods of the paper's image table (mean of 5 seeds), and of its later version for Gaussian processes.
+# Log-likelihoods of the paper's image table (mean of 5 seeds); for Gaussian processes of its later version.
 PUBLISHED: dict[str, dict[str, dict[str, float]]] = {
     "emnist": {
         "cnp": {"seen": 0.73, "unseen": 0.49},

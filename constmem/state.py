@@ -29,7 +29,7 @@ KIND, VERSION = "constmem.state", 1
 
 def bias_of(
     mask: Tensor | None, log_weight: Tensor | None, dtype: torch.dtype
-) -> Float[Tensor, "b n"] | None:
+) -> Float[Tensor, "*b n"] | None:
     """What is added to the scores of each point: its log-weight, or `EMPTY` where it is masked out."""
     if mask is None:
         return None if log_weight is None else log_weight.clamp_min(EMPTY)

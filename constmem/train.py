@@ -38,7 +38,7 @@ class Run:
     seed: int = 0
 
 
-class Stopped(RuntimeError):
+class StoppedError(RuntimeError):
     """A run came to an early end; the message says why, and how to go on."""
 
 
@@ -101,7 +101,7 @@ def train(
                 continue
             value = float(loss)
             if not math.isfinite(value):
-                raise Stopped(
+                raise StoppedError(
                     f"the loss became {value} at step {done}: the last good checkpoint is in {out}; "
                     "resume it with a smaller lr or a clip, for instance --set lr=3e-4"
                 )
@@ -113,7 +113,7 @@ def train(
                 save(done)
                 saved = time.monotonic()
             if interrupted:
-                raise Stopped(f"stopped by a signal after step {done}; go on with --resume")
+                raise StoppedError(f"stopped by a signal after step {done}; go on with --resume")
     return out
 
 
@@ -176,7 +176,7 @@ def _stepper(
                 generator=generator,
             )
         optimiser.zero_grad(set_to_none=not on_gpu)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         if recipe.clip > 0:
             torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip, foreach=True)
         optimiser.step()
@@ -244,14 +244,14 @@ def _prepare_folder(run: Run, out: Path, resume: bool) -> None:
         return
     about = {
         "run": content,
-        "commit": _commit(),
+        "commit": current_commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
     write_text(path, json.dumps(about, indent=2) + "\n")
 
 
-def _commit() -> str | None:
+def current_commit() -> str | None:
     """The commit of the code, where it runs from a checkout (or is told by CONSTMEM_COMMIT)."""
     if "CONSTMEM_COMMIT" in os.environ:
         return os.environ["CONSTMEM_COMMIT"]
@@ -278,7 +278,7 @@ class _Log:
         with contextlib.suppress(ImportError):
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(str(out / "tensorboard"), purge_step=done)  # type: ignore[no-untyped-call]
+            self.board = SummaryWriter(str(out / "tensorboard"), purge_step=done)
 
     def _write(self, entry: dict[str, float], step: int) -> None:
         seconds = round(self.before + time.monotonic() - self.start, 2)

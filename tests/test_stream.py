@@ -182,7 +182,7 @@ def test_decay_is_weighting_every_point_by_its_age(half_life: float, sizes: list
     with torch.no_grad():
         expected = MODEL.observe(x, y, log_weight=log_weight)
     assert_state(stream.state, expected, 2e-5)
-    assert_predicts(stream.predict(xt), query(expected, xt))
+    assert_predicts(stream.predict(xt), query(expected, xt), 5e-5)
     assert stream.count.tolist() == [30, 30]
 
 

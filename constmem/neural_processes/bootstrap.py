@@ -16,6 +16,7 @@ from torch.distributions import Distribution
 from constmem.checks import positive
 from constmem.fold import Chunk
 from constmem.heads import AnyStd, SampleMixture, logmeanexp, normal
+from constmem.initial import keep_variance
 from constmem.neural_processes.base import M
 from constmem.neural_processes.chunks import joined, mean_of_real
 from constmem.neural_processes.encoders import (
@@ -55,7 +56,7 @@ class BootstrapProcess(StoringProcess[M]):
         positive("num_samples", num_samples)
         positive("num_train_samples", num_train_samples)
         self.num_samples, self.num_train_samples, self.seed = num_samples, num_train_samples, seed
-        self.adapt = nn.Linear(2 * dim, dim, bias=False)
+        self.adapt = keep_variance(nn.Linear(2 * dim, dim, bias=False))
 
     @abstractmethod
     def _encode(self, x: Float[Tensor, "*#b n x"], y: Float[Tensor, "*b n y"], mask: Tensor | None) -> M:
@@ -116,8 +117,8 @@ class BootstrapProcess(StoringProcess[M]):
         k = uniforms.shape[2]
         draws = drawn(uniforms, x, mask)
         masks = None if mask is None else _repeated(mask, k)
-        resampled = [_picked(_repeated(points, k), draws[0]) for points in (x, y)]
-        seen = self._represent(self._encode(*resampled, masks), x[:, None])
+        some_x, some_y = (_picked(_repeated(points, k), draws[0]) for points in (x, y))
+        seen = self._represent(self._encode(some_x, some_y, masks), x[:, None])
         mean, std = self.decoder(x[:, None], seen)
         residuals = _picked((y[:, None] - mean) / std, draws[1])
         centre, _ = pool(residuals, bias_of(masks, None, torch.float32))

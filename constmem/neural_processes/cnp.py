@@ -75,7 +75,7 @@ class CNP(NeuralProcess[AttentionState, Tensor]):
     def layout(self) -> tuple[int, ...]:
         return self.encoder.layout
 
-    def read(self, state: AttentionState) -> Float[Tensor, "b 2*d"]:
+    def read(self, state: AttentionState) -> Float[Tensor, "b r"]:
         """What both encoders make of their means."""
         return torch.cat([self.encoder.read(state, which) for which in (0, 1)], -1)
 

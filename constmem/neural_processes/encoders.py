@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from constmem.attention import attend, check_heads
 from constmem.embed import MLP
 from constmem.heads import AnyStd, std_of
+from constmem.initial import RELU, keep_variance
 from constmem.state import EMPTY, AttentionState, bias_of, settle
 
 
@@ -106,8 +107,8 @@ class PostNormAttention(nn.Module):
         super().__init__()
         check_heads(dim, num_heads)
         self.num_heads, self.scale = num_heads, 1 / sqrt(dim)
-        self.query, self.key, self.value = (nn.Linear(dim, dim, bias=False) for _ in range(3))
-        self.out = nn.Linear(dim, dim)
+        self.query, self.key, self.value = (keep_variance(nn.Linear(dim, dim, bias=False)) for _ in range(3))
+        self.out = keep_variance(nn.Linear(dim, dim))
         self.norm, self.norm_out = nn.LayerNorm(dim), nn.LayerNorm(dim)
 
     def forward(
@@ -227,11 +228,14 @@ class PointDecoder(nn.Module):
         if depth < 2:
             raise ValueError(f"decoder_depth must be at least 2, not {depth}")
         self.std: AnyStd = std
-        self.first = nn.Linear(dim_x + dim_in, dim)
+        self.first = keep_variance(nn.Linear(dim_x + dim_in, dim), gain=RELU)
+        share = torch.tensor([dim_x] * dim_x + [dim_in] * dim_in) / (dim_x + dim_in)
+        with torch.no_grad():  # x, a few channels among many, starts with half of the say
+            self.first.weight /= (2 * share).sqrt()
         self.rest = MLP(dim_in=dim, dim_hidden=dim, dim_out=2 * dim_y, depth=depth - 1)
 
     def forward(
-        self, xt: Float[Tensor, "*#b x"], *parts: Float[Tensor, "*#b ?p"], extra: Tensor | None = None
+        self, xt: Float[Tensor, "*#b x"], *parts: Float[Tensor, "*#b _"], extra: Tensor | None = None
     ) -> tuple[Float[Tensor, "*b y"], Float[Tensor, "*b y"]]:
         """Inputs are broadcast against each other only behind the first layer, which is linear in each.
 

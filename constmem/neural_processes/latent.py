@@ -66,7 +66,7 @@ class LatentProcess(NeuralProcess[S, Sampled]):
         """What predictions need of a state beside the latent."""
 
     @abstractmethod
-    def _raw_latent(self, state: S) -> Float[Tensor, "b 2*z"]:
+    def _raw_latent(self, state: S) -> Float[Tensor, "b r"]:
         """Mean and unconstrained deviation of the latent."""
 
     @abstractmethod
@@ -190,7 +190,7 @@ class NP(LatentProcess[AttentionState]):
     def _context(self, state: AttentionState) -> Float[Tensor, "b d"]:
         return self.encoder.read(state, 0)
 
-    def _raw_latent(self, state: AttentionState) -> Float[Tensor, "b 2*z"]:
+    def _raw_latent(self, state: AttentionState) -> Float[Tensor, "b r"]:
         return self.encoder.read(state, 1)
 
     def _represent(self, context: Float[Tensor, "b d"], xt: Tensor) -> Float[Tensor, "b 1 d"]:  # noqa: ARG002
@@ -265,7 +265,7 @@ class ANP(LatentProcess[StoredPoints], StoringProcess[Sampled]):
     def _context(self, state: StoredPoints) -> Keyed:
         return self.encoder.keyed(*self._points(state))
 
-    def _raw_latent(self, state: StoredPoints) -> Float[Tensor, "b 2*z"]:
+    def _raw_latent(self, state: StoredPoints) -> Float[Tensor, "b r"]:
         return self.encoder.pooled(*self._points(state))
 
     def _represent(self, context: Keyed, xt: Tensor) -> Float[Tensor, "b m d"]:

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from constmem import checks
 from constmem.files import read_tensors, write_tensors, write_text
 
+SHIPPED = {
+    path.parent.name: path.parent for path in Path(__file__).parents[1].glob("pretrained/*/config.json")
+}
 KIND, VERSION = "constmem.model", 1
 AnyModel = TypeVar("AnyModel", bound="Model")
 
@@ -69,7 +72,15 @@ class Model(nn.Module, ABC):
     def from_pretrained(
         cls: type[AnyModel], folder: str | os.PathLike[str], *, device: torch.device | str | None = None
     ) -> AnyModel:
-        """The model that `save_pretrained` wrote, ready to evaluate; of `NeuralProcess`, whichever it is."""
+        """A trained model, ready to evaluate; of `NeuralProcess`, whichever the folder holds.
+
+        Args:
+            folder: one that `save_pretrained` wrote, or the name of weights that come with the package
+                (`SHIPPED`): "emnist", handwritten characters of 28x28 grey pixels.
+            device: where to put it.
+        """
+        if str(folder) in SHIPPED and not Path(folder).is_dir():
+            folder = SHIPPED[str(folder)]
         path = Path(folder) / "config.json"
         name, config = _read_config(path)
         kind = cls._named(name, folder)

@@ -57,3 +57,7 @@ class State(Protocol):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state, atomically, as a safetensors file."""
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], device: torch.device | str | None = None) -> "State":
+        """Read a state that `save` wrote."""

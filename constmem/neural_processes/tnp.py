@@ -81,7 +81,11 @@ class TNPD(StoringProcess[Levels]):
 
 
 class _Layer(nn.Module):
-    """A post-norm transformer layer, x attending to a context; started like PyTorch's own."""
+    """A post-norm transformer layer, x attending to a context.
+
+    It starts like PyTorch's own, with branches smaller than what they are added to: weights that keep the
+    variance made it learn more slowly.
+    """
 
     def __init__(self, dim: int, num_heads: int, hidden: int) -> None:
         super().__init__()

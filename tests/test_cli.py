@@ -1,0 +1,84 @@
+"""The command line as a person meets it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from constmem.demo import demo
+
+
+def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "constmem.cli", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        check=False,
+    )
+
+
+def test_help_does_not_import_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom constmem.cli import app\n"
+        "try:\n    app(['--help'])\nexcept SystemExit:\n    pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"train" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", "emmist", "cmanp"), "did you mean 'emnist'"),
+        (("train", "digits", "cmnap"), "cmanp"),
+        (("train", "digits", "cmanp", "--set", "stepz=3"), "did you mean 'steps'"),
+        (("eval", "nowhere"), "there is no run in nowhere"),
+    ],
+)
+def test_what_is_unknown_ends_with_code_2_and_the_nearest_name(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    done = command(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_data_set_is_told_with_where_it_was_looked_for(tmp_path: Path) -> None:
+    done = command("train", "emnist", "cmanp", "--data-dir", str(tmp_path), cwd=tmp_path)
+    assert done.returncode == 2
+    assert str(tmp_path) in done.stderr
+    assert "prepare" in done.stderr
+
+
+def test_a_run_is_trained_and_scored(tmp_path: Path) -> None:
+    sizes = {"dim": 8, "depth": 1, "num_slots": 4, "num_latents": 4, "hidden": 8, "num_heads": 2}
+    small = [f"--set=model.{key}={value}" for key, value in sizes.items()]
+    small += ["--set=batch=4", "--set=warmup=1"]
+    done = command("train", "digits", "cmanp", "--steps", "3", "--out", "run", *small, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = command("eval", "run", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)
+    scores = row["scores"]["test"]
+    assert row["steps"] == 3
+    assert scores["points"] > 1000
+    assert 0 <= scores["coverage"]["0.5"] <= scores["coverage"]["0.95"] <= 1
+    assert json.loads((tmp_path / "run" / "eval.json").read_text()) == row
+
+
+def test_the_demo_writes_its_pictures_and_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo(tmp_path, steps=2, points=1000)
+    shown = capsys.readouterr().out
+    for name in ("digits.png", "small.png", "memory.png"):
+        picture = (tmp_path / name).read_bytes()
+        assert picture.startswith(b"\x89PNG")
+        assert name in shown.replace("\n", "")
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]

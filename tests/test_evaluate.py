@@ -1,0 +1,94 @@
+"""Scores against slow references, and the tables of the documents against the rows they are made of."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.distributions import Normal
+
+from constmem.data import Task
+from constmem.evaluate import crps_of, evaluate
+from constmem.heads import SampleMixture
+from constmem.neural_processes import CMANP
+
+ROOT = Path(__file__).parents[1]
+
+
+def crps_by_sampling(draws: np.ndarray, y: float) -> float:
+    return float(np.abs(draws - y).mean() - 0.5 * np.abs(draws[:, None] - draws[None, ::7]).mean())
+
+
+@pytest.mark.parametrize(("mean", "std", "y"), [(0.0, 1.0, 0.3), (2.0, 0.5, -1.0), (0.0, 0.1, 0.0)])
+def test_crps_of_a_normal_is_that_of_its_samples(mean: float, std: float, y: float) -> None:
+    found = crps_of(Normal(torch.tensor(mean), torch.tensor(std)), torch.tensor(y))
+    draws = np.random.default_rng(0).normal(mean, std, 4000)
+    assert float(found) == pytest.approx(crps_by_sampling(draws, y), abs=0.03 * std)
+
+
+def test_crps_of_a_mixture_is_that_of_its_samples() -> None:
+    mean, std = torch.tensor([[[[-1.0], [2.0]]]]), torch.tensor([[[[0.5], [0.2]]]])  # (1, 1, k, 1)
+    mixture = SampleMixture(mean, std)
+    generator = np.random.default_rng(0)
+    draws = np.concatenate([generator.normal(-1, 0.5, 3000), generator.normal(2, 0.2, 3000)])
+    for y in (-1.0, 0.5, 2.5):
+        found = crps_of(mixture, torch.full((1, 1, 1), y))
+        assert float(found) == pytest.approx(crps_by_sampling(draws, y), abs=0.03)
+
+
+def test_scores_equal_a_loop_over_points() -> None:
+    torch.manual_seed(0)
+    model = CMANP(dim_x=1, dim_y=2, dim=8, depth=1, num_slots=4, num_latents=4, hidden=8, num_heads=2)
+    tasks = []
+    for n, m in ((5, 3), (2, 7)):
+        x, y = torch.rand(2, n + m, 1), torch.rand(2, n + m, 2)
+        tasks.append(Task(x[:, :n], y[:, :n], x[:, n:], y[:, n:]))
+    scores = evaluate(model, tasks)
+    points, batches, errors, inside = [], [], [], []
+    with torch.no_grad():
+        for task in tasks:
+            dist = model.query(model.condition(task.xc, task.yc), task.xt)
+            batch = []
+            for b in range(2):
+                for i in range(task.xt.shape[1]):
+                    z = (task.yt[b, i] - dist.mean[b, i]) / dist.stddev[b, i]
+                    density = -0.5 * z**2 - dist.stddev[b, i].log() - 0.5 * np.log(2 * np.pi)
+                    batch.append(float(density.sum()))
+                    errors += (task.yt[b, i] - dist.mean[b, i]).square().tolist()
+                    inside += (z.abs() <= 1.6448536).tolist()
+            points += batch
+            batches.append(np.mean(batch))
+    assert scores.points == 20
+    assert scores.log_likelihood == pytest.approx(np.mean(points), abs=1e-5)
+    assert scores.log_likelihood_by_batch == pytest.approx(np.mean(batches), abs=1e-5)
+    assert scores.rmse == pytest.approx(np.sqrt(np.mean(errors)), abs=1e-5)
+    assert scores.coverage["0.9"] == pytest.approx(np.mean(inside), abs=1e-6)
+
+
+def test_the_tables_of_the_documents_are_what_the_committed_rows_say() -> None:
+    script = ROOT / "benchmarks" / "tables.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_shipped_model_completes_digits_of_another_data_set() -> None:
+    from constmem.data import image_points, load_images
+    from constmem.demo import like_emnist
+
+    model = CMANP.from_pretrained("emnist")
+    digits = like_emnist(load_images("digits", split="test").pixels[:16])
+    x, y = image_points(digits)
+    order = torch.randperm(784, generator=torch.Generator().manual_seed(0))
+    rest = order[200:]
+    errors = []
+    with torch.no_grad():
+        for size in (0, 20, 200):
+            known = order[:size]
+            dist = model.query(model.condition(x[:, known], y[:, known]), x[:, rest])
+            errors.append(float((dist.mean - y[:, rest]).square().mean().sqrt()))
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[2] < 0.5 * errors[0]

@@ -1,0 +1,137 @@
+"""The training loop: resumable bit for bit, stopped in good order, honest about bad settings."""
+
+import dataclasses
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from constmem import recipes, sources, train
+from constmem.neural_processes import CMANP
+from constmem.recipes import changed, recipe
+from constmem.train import Run, StoppedError
+
+SMALL = ["steps=12", "batch=4", "warmup=3", "num_targets=8", "model.dim=8", "model.depth=1",
+         "model.num_slots=4", "model.num_latents=4", "model.hidden=8", "model.num_heads=2"]  # fmt: skip
+
+
+def small_run(*more: str) -> Run:
+    return Run("digits", "cmanp", "improved", changed(recipe("digits", "cmanp"), [*SMALL, *more]))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return CMANP.from_pretrained(folder).state_dict()
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
+    run = small_run()
+    train.train(run, out=tmp_path / "whole")
+    train.train(run, out=tmp_path / "parts", stop_after=5)
+    train.train(run, out=tmp_path / "parts", resume=True)
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_training_changes_the_weights_and_lowers_the_loss(tmp_path: Path) -> None:
+    run = small_run("steps=150", "lr=0.005")
+    train.train(run, out=tmp_path)
+    entries = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [entry["loss"] for entry in entries if "loss" in entry]
+    assert losses[-1] < losses[0]
+    fresh = train.build(run).state_dict()
+    assert any(not torch.equal(fresh[name], t) for name, t in weights(tmp_path).items())
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    train.train(small_run("steps=2"), out=tmp_path)
+    with pytest.raises(FileExistsError, match="--resume"):
+        train.train(small_run("steps=2"), out=tmp_path)
+
+
+def test_a_run_of_other_settings_is_not_resumed(tmp_path: Path) -> None:
+    train.train(small_run("steps=2"), out=tmp_path)
+    with pytest.raises(ValueError, match="other settings"):
+        train.train(small_run("steps=3"), out=tmp_path, resume=True)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = small_run()
+    train.train(run, out=tmp_path, stop_after=4)
+    before = (tmp_path / "checkpoint.safetensors").read_bytes()
+    monkeypatch.setattr(CMANP, "loss", lambda self, *_, **__: self.latents.sum() * float("nan"))
+    with pytest.raises(StoppedError, match="nan at step 12"):
+        train.train(run, out=tmp_path, resume=True)
+    assert (tmp_path / "checkpoint.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_run_with_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    original, calls = sources.Source.__getattribute__, []
+
+    def noticed(self: sources.Source, name: str) -> object:
+        if name == "sample":
+            calls.append(name)
+            if len(calls) == 3:
+                os.kill(os.getpid(), number)
+        return original(self, name)
+
+    monkeypatch.setattr(sources.Source, "__getattribute__", noticed)
+    with pytest.raises(StoppedError, match="after step 3"):
+        train.train(small_run(), out=tmp_path)
+    monkeypatch.undo()
+    train.train(small_run(), out=tmp_path, resume=True)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 12
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    train.train(small_run("steps=2"), out=tmp_path / "a")
+    other = small_run("steps=2", "model.num_slots=6")
+    train.train(other, out=tmp_path / "b", stop_after=1)
+    (tmp_path / "a" / "checkpoint.safetensors").replace(tmp_path / "b" / "checkpoint.safetensors")
+    with pytest.raises(ValueError, match="another model"):
+        train.train(other, out=tmp_path / "b", resume=True)
+
+
+def test_the_rate_warms_up_and_falls_to_zero() -> None:
+    r = dataclasses.replace(recipe("digits", "cmanp"), steps=100, warmup=10, lr=1.0)
+    rates = [train._rate(r, step) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == pytest.approx(1.0)
+    assert rates[100] == pytest.approx(0.0, abs=1e-12)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("lrr=1", "did you mean 'lr'"),
+        ("steps=many", "steps must be a int"),
+        ("precision=fp8", "float32, tf32, bf16"),
+        ("steps", "key=value"),
+    ],
+)
+def test_a_setting_that_does_not_fit_is_named(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        changed(recipe("emnist", "cmanp"), [override])
+
+
+def test_an_unknown_model_setting_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be built"):
+        train.train(small_run("model.slots=3"), out=tmp_path)
+
+
+def test_every_data_set_has_both_recipes_for_every_model() -> None:
+    from constmem.neural_processes import MODELS
+
+    for dataset in recipes.DATASETS:
+        for model in MODELS:
+            for name in recipes.NAMES:
+                chosen = recipe(dataset, model, name)
+                assert isinstance(MODELS[model](**chosen.model), torch.nn.Module)
