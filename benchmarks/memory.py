@@ -37,12 +37,13 @@ def conditioning(model: CMANP, largest: int) -> Iterator[dict[str, object]]:
         n = 10**exponent
         if n > largest:
             return
-        state = model.condition_chunks(points(n))
+        held = []
+        peak_bytes = peak(lambda n=n, held=held: held.append(model.condition_chunks(points(n)).nbytes))
         row = {
             "what": "condition",
             "points": n,
-            "remembered": state.nbytes,
-            "peak": peak(lambda n=n: model.condition_chunks(points(n))),
+            "remembered": held[0],
+            "peak": peak_bytes,
             "stored_points": n * 5 * 4,
         }
         if n <= 10**6:

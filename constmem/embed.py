@@ -22,6 +22,7 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
-        for i, layer in enumerate(self.layers):
-            x = layer(x if i == 0 else F.relu(x))
+        for i, layer in enumerate(self.layers):  # calling modules would take a tenth of a small update
+            weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+            x = F.linear(x if i == 0 else F.relu(x), weight, bias)  # type: ignore[arg-type]
         return x

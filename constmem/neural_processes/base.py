@@ -83,7 +83,7 @@ class NeuralProcess(Model, Generic[S, M]):
     def _loss(self, context: Chunk, targets: Chunk, generator: torch.Generator | None) -> Tensor:  # noqa: ARG002
         """The loss of checked and cleared points; models that draw samples take the generator."""
         x, y, mask = targets
-        state = self._condition(list(slices(*context, 4096)))
+        state = self._condition(slices(*context, 4096))
         log_prob = self.predict(self.read(state), x).log_prob(y)
         return -mean_of_real(log_prob.sum(-1), mask)
 
@@ -124,7 +124,7 @@ class NeuralProcess(Model, Generic[S, M]):
         """
         checks.positive("chunk", chunk)
         self._check(x, y, mask, chunk=chunk)
-        return self._signed(self._condition(list(slices(x, y, mask, chunk))))
+        return self._signed(self._condition(slices(x, y, mask, chunk)))
 
     def condition_chunks(self, chunks: Iterable[tuple[Tensor, ...]], *, initial: S | None = None) -> S:
         """The state of a stream of (x, y) or (x, y, mask) chunks, each forgotten once it is seen.
@@ -176,15 +176,14 @@ class NeuralProcess(Model, Generic[S, M]):
         checks.positive("chunk", chunk)
         self._require_own(state)
         self._check(x, y, mask, chunk=chunk)
-        state = state.merge(self._condition(list(slices(x, y, mask, chunk))))
+        state = state.merge(self._condition(slices(x, y, mask, chunk)))
         return self._signed(state) if state.fingerprint is None else state
 
     def predict(self, memory: M, xt: Float[Tensor, "b m x"], *, chunk: int = 4096) -> Distribution:
         """The predictive distribution at the targets, from what `read` gave."""
         checks.positive("chunk", chunk)
         checks.points("xt", xt, self.dim_x, device=self.device)
-        batch = _batch(memory)
-        if xt.shape[0] != batch:
+        if xt.shape[0] != (batch := _batch(memory)):
             raise ValueError(
                 f"xt is a batch of {xt.shape[0]}, but the state one of {batch}: "
                 "they must be the same (expand one of them)"
@@ -216,7 +215,7 @@ class NeuralProcess(Model, Generic[S, M]):
         """Condition and query, for training: the deployed path, but for the checks of values."""
         checks.positive("chunk", chunk)
         self._check(xc, yc, mask, values=False)
-        state = self._condition(list(slices(xc, yc, mask, chunk)))
+        state = self._condition(slices(xc, yc, mask, chunk))
         return self.predict(self.read(state), xt, chunk=chunk)
 
     def loss(
@@ -248,12 +247,13 @@ class NeuralProcess(Model, Generic[S, M]):
 
     # Inside
 
-    def _condition(self, chunks: list[Chunk]) -> S:
-        if self._learns() and len(chunks) > 1:
-            return self._fold(chunks)
-        return self._merged(chunks)
+    def _condition(self, chunks: Iterable[Chunk]) -> S:
+        if not self._learns():
+            return self._merged(chunks)
+        kept = list(chunks)
+        return self._merged(kept) if len(kept) == 1 else self._fold(kept)
 
-    def _merged(self, chunks: list[Chunk]) -> S:
+    def _merged(self, chunks: Iterable[Chunk]) -> S:
         parts = (self._observe(*chunk, None) for chunk in chunks)
         return reduce(lambda state, part: state.merge(part), parts)
 
@@ -272,8 +272,7 @@ class NeuralProcess(Model, Generic[S, M]):
                 f"this state is of another model: it has {state.AXES} "
                 f"{tuple(state.layout)}, this model {self.layout}"
             )
-        device = self.device
-        if state.device != device:
+        if state.device != (device := self.device):
             raise ValueError(
                 f"the state is on {state.device}, the model on {device}: use state.to({str(device)!r})"
             )

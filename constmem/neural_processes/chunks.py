@@ -19,7 +19,10 @@ def cleared(x: Tensor, y: Tensor, mask: Tensor | None) -> Chunk:
 
 def slices(x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> Iterator[Chunk]:
     """Cut points into chunks (one of nothing, where there are none), each cleared."""
-    for i in range(0, max(x.shape[1], 1), chunk):
+    if x.shape[1] <= chunk:
+        yield cleared(x, y, mask)
+        return
+    for i in range(0, x.shape[1], chunk):
         here = slice(i, i + chunk)
         yield cleared(x[:, here], y[:, here], None if mask is None else mask[:, here])
 

@@ -99,7 +99,7 @@ class LatentProcess(NeuralProcess[S, Sampled]):
 
     def _loss(self, context: Chunk, targets: Chunk, generator: torch.Generator | None) -> Tensor:
         x, y, mask = joined(context, targets)
-        state = self._condition(list(slices(*context, 4096)))
+        state = self._condition(slices(*context, 4096))
         prior = self.latent(state)
         posterior = self.latent(state.merge(self._observe(*targets, None)))
         shape = x.shape[0], self.num_train_samples, self.noise.shape[-1]

@@ -1,6 +1,7 @@
 """States that are the data itself, and the models that keep them: merging is putting side by side."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -144,8 +145,9 @@ class StoringProcess(NeuralProcess[StoredPoints, M]):
             )
         return StoredPoints(x.clone(), y.clone(), None if mask is None else mask.clone())
 
-    def _merged(self, chunks: list[Chunk]) -> StoredPoints:
-        return self._observe(*chunks[0], None) if len(chunks) == 1 else StoredPoints(*joined(*chunks))
+    def _merged(self, chunks: Iterable[Chunk]) -> StoredPoints:
+        parts = list(chunks)
+        return self._observe(*parts[0], None) if len(parts) == 1 else StoredPoints(*joined(*parts))
 
     def observing_parameters(self) -> list[nn.Parameter]:
         return []
