@@ -1,9 +1,13 @@
 """Attention whose memory does not grow."""
 
-from constmem.block import CMAB, CMABStack
-from constmem.neural_processes import CMANP, ConditioningError, NeuralProcess
-from constmem.state import AttentionState
-from constmem.stream import Decay, Stream, Window
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from constmem.block import CMAB, CMABStack
+    from constmem.neural_processes import CMANP, ConditioningError, NeuralProcess
+    from constmem.state import AttentionState
+    from constmem.stream import Decay, Stream, Window
 
 __all__ = [
     "CMAB",
@@ -16,3 +20,22 @@ __all__ = [
     "Stream",
     "Window",
 ]
+
+_HOMES = {
+    "block": ("CMAB", "CMABStack"),
+    "neural_processes": ("CMANP", "ConditioningError", "NeuralProcess"),
+    "state": ("AttentionState",),
+    "stream": ("Decay", "Stream", "Window"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for: `constmem --help` should not wait for torch."""
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"constmem.{module}"), name)
+    raise AttributeError(f"module 'constmem' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

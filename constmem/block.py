@@ -81,10 +81,11 @@ class Observation(nn.Module):
         if torch.is_grad_enabled() or self.slots.device.type != "cpu" or _is_traced():
             return self._prepare()
         parameters = [p for p in self._parameters.values() if p is not None]
-        key = self.slots.dtype, [_identity(p) for p in parameters]
+        autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        key = self.slots.dtype, autocast, [_identity(p) for p in parameters]
         memory = self._memory
         if memory is None or memory.key != key or memory.sums != _bit_sums(memory.bits):
-            bits = [p.detach().view(-1).view(torch.int64)[::61] for p in parameters if p.numel() > 999]
+            bits = [_sample(p) for p in parameters]
             prepared = self._prepare()
             memory = _Memory(key, bits, _bit_sums(bits), prepared, _absorbed(prepared))
             self._memory = memory
@@ -142,6 +143,12 @@ def _absorbed(prepared: Prepared) -> tuple[Float[Tensor, "sv d"], Float[Tensor, 
     bk, bv = prepared.shift.chunk(2)
     scores = q @ wk.unflatten(0, (*q.shape[:2], -1)), q @ bk.unflatten(0, (*q.shape[:2], -1, 1))
     return torch.cat([scores[0].flatten(0, 2), wv]), torch.cat([scores[1].flatten(), bv])
+
+
+def _sample(p: Tensor) -> Tensor:
+    """The bits of small parameters, and of every 61st number of large ones."""
+    word = {8: torch.int64, 4: torch.int32, 2: torch.int16}[p.element_size()]
+    return p.detach().view(-1).view(word)[:: 61 if p.numel() > 999 else 1]
 
 
 def _bit_sums(bits: list[Tensor]) -> list[int]:

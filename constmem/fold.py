@@ -89,6 +89,8 @@ class _Fold(torch.autograd.Function):
                 k, v = functional_call(ctx.project, parameters, (x, y))
             grad_part, *upstream = _part_backward(q, k.detach(), v.detach(), mask, *whole)
             grad_q += grad_part
+            if not k.requires_grad or k.shape[-2] == 0:
+                continue
             wanted = [t for t in (*parameters.values(), x, y) if t.requires_grad]
             found = torch.autograd.grad((k, v), wanted, upstream, allow_unused=True)
             _accumulate(grads, zip(wanted, found, strict=True))
@@ -106,6 +108,8 @@ def _part_backward(
     grad_lse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of one chunk's q, k and v as a part of the whole softmax."""
+    if k.shape[-2] == 0:
+        return torch.zeros_like(q), k, v
     wide = torch.promote_types(k.dtype, torch.float32)
     flat_k, flat_v = (t.flatten(1, -3) for t in (k, v))
     flat_q, bias = q.detach().flatten(0, -3), bias_of(mask, None, k.dtype)

@@ -33,6 +33,7 @@ def bias_of(
     """What is added to the scores of each point: its log-weight, or `EMPTY` where it is masked out."""
     if mask is None:
         return None if log_weight is None else log_weight.clamp_min(EMPTY)
+    dtype = torch.promote_types(dtype, torch.float32)  # float16 has no number as low as EMPTY
     weight = torch.zeros((), dtype=dtype, device=mask.device) if log_weight is None else log_weight
     return torch.where(mask, weight.clamp_min(EMPTY), EMPTY)
 

@@ -58,6 +58,10 @@ class Window:
         """Points a bucket holds."""
         return ceil(self.points / self.buckets)
 
+    def kept(self, newest: int) -> int:
+        """How many full buckets it takes to hold the points, with so many in the newest."""
+        return max(ceil((self.points - newest) / self.bucket), 0)
+
 
 class Stream:
     """A model that is shown points as they come and asked for predictions in between.
@@ -111,8 +115,9 @@ class Stream:
                     part_mask = None if mask is None else mask[:, here]
                     newest = self.model.update(parts[-1], x[:, here], y[:, here], mask=part_mask, chunk=chunk)
                     parts = [*parts[:-1], newest]
-                    if filled == 0:  # the bucket is full: open the next, let the oldest go
-                        parts = [*parts, self.model.empty(x.shape[0])][-self.forget.buckets - 1 :]
+                    if filled == 0:  # the bucket is full: open the next
+                        parts = [*parts, self.model.empty(x.shape[0])]
+                    parts = parts[-self.forget.kept(filled) - 1 :]  # let go what is no longer needed
         self._parts, self._filled, self._memory = parts, filled, None
 
     def predict(self, xt: Float[Tensor, "b m x"], *, chunk: int = 4096) -> Distribution:
@@ -171,11 +176,15 @@ class Stream:
                 f"{path} was written by other weights (fingerprint {header['fingerprint']}, this model "
                 f"{model.fingerprint()}): load the model it ran on"
             )
-        shell = json.loads(header["shell"])
-        kinds: dict[str, Any] = {"Decay": Decay, "Window": Window}
-        settings = shell["forget"] or {}
-        forget = kinds[settings.pop("kind")](**settings) if settings else None
-        stream = Stream(model, batch=tensors["count"].shape[1], forget=forget)
+        try:
+            shell = json.loads(header["shell"])
+            kinds: dict[str, Any] = {"Decay": Decay, "Window": Window}
+            settings = shell["forget"] or {}
+            forget = kinds[settings.pop("kind")](**settings) if settings else None
+            batch = [tensors[name] for name in ("value", "lse", "count")][-1].shape[1]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is damaged: {error!r}; save the stream again") from error
+        stream = Stream(model, batch=batch, forget=forget)
         stream._parts = [
             AttentionState(value, lse, count, header["fingerprint"]).to(model.device)
             for value, lse, count in zip(*(tensors[n] for n in ("value", "lse", "count")), strict=True)

@@ -281,7 +281,7 @@ def test_bfloat16_autocast_is_close(chunk: int) -> None:
 def test_the_backward_pass_computes_again_in_the_precision_of_the_forward_pass() -> None:
     model, data = small(torch.float32), task(dtype=torch.float32)
     seen: list[torch.dtype] = []
-    model.embed.layers[-1].register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+    model.embed.register_forward_hook(lambda _, __, out: seen.append(out.dtype))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = lean(model, *data, chunk=6)
     assert seen == [torch.bfloat16] * 4

@@ -10,8 +10,8 @@ _CUDA_LSE_ALIGNMENT = 32
 
 
 def supports_cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
-    """Any floating dtype on a CPU; the bias is taken as a constant."""
-    one_dtype = q.dtype == k.dtype == v.dtype
+    """Any floating dtype (float16 only unmasked) on a CPU; the bias is taken as a constant."""
+    one_dtype = q.dtype == k.dtype == v.dtype and not (bias is not None and k.dtype == torch.float16)
     return k.device.type == "cpu" and one_dtype and not (bias is not None and bias.requires_grad)
 
 

@@ -51,7 +51,11 @@ class Model(nn.Module, ABC):
         return self._where.dtype
 
     def fingerprint(self) -> str:
-        """A short name for the configuration and weights that states depend on."""
+        """A short name for the configuration and weights that states depend on.
+
+        It is computed anew when a weight was replaced or changed in place; writes through
+        `parameter.data`, which no version counter counts, it does not see.
+        """
         parameters = self.observing_parameters()
         key = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
         if self._signature is None or self._signature[0] != key:
