@@ -1,8 +1,8 @@
 """Writing files so that a crash, a full disk or Ctrl-C never leaves half of one behind."""
 
 import os
-import tempfile
 from pathlib import Path
+from uuid import uuid4
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as _to_bytes
@@ -13,15 +13,16 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> Path:
     """Write `content` under a temporary name beside `path`, then rename it into place."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the user's umask
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).replace(path)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     return path
 
