@@ -13,6 +13,7 @@ from record import RESULTS, peak, provenance, save
 from torch import Tensor
 
 from constmem import CMANP
+from constmem.plots import pyplot, save_figure
 
 MB = 1e6
 CHUNK = 4096
@@ -114,11 +115,7 @@ def main() -> None:
 
 def figure(rows: list[dict[str, object]]) -> None:
     """Bytes against points seen."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     seen = [row for row in rows if row["what"] == "condition"]
     fig, axes = plt.subplots(figsize=(7, 4.2), dpi=150)
     lines = (
@@ -137,9 +134,7 @@ def figure(rows: list[dict[str, object]]) -> None:
     axes.grid(alpha=0.25, which="both")
     axes.legend(frameon=False, fontsize=8)
     fig.tight_layout()
-    path = RESULTS.parents[1] / "docs" / "memory.png"
-    fig.savefig(path)
-    print(f"wrote {path}")
+    print("wrote", save_figure(fig, RESULTS.parents[1] / "docs" / "memory.png"))
 
 
 if __name__ == "__main__":
