@@ -1,5 +1,6 @@
 """Data: tasks of Gaussian processes and of images, and the data sets the images come from."""
 
+from constmem.data.augment import augmented
 from constmem.data.gp import (
     GaussianProcess,
     Kernel,
@@ -23,6 +24,7 @@ __all__ = [
     "Listing",
     "MissingDataError",
     "Task",
+    "augmented",
     "draw_gp",
     "draw_sizes",
     "evaluation_tasks",
