@@ -15,6 +15,7 @@ from constmem.data.images import Images, hold_out, load_images
 from constmem.data.packs import Listing, MissingDataError, listing
 from constmem.data.pixels import evaluation_tasks, image_points, image_tasks, static_image_tasks
 from constmem.data.prepare import prepare_celeba, prepare_emnist
+from constmem.data.prepare_events import prepare_easytpp, prepare_jodie
 from constmem.data.sizes import draw_sizes
 from constmem.data.task import Task
 
@@ -42,7 +43,9 @@ __all__ = [
     "load_events",
     "load_images",
     "prepare_celeba",
+    "prepare_easytpp",
     "prepare_emnist",
+    "prepare_jodie",
     "read_easytpp",
     "read_event_csv",
     "read_event_parquet",

@@ -17,6 +17,7 @@ from constmem.recipes import known
 
 File = str | os.PathLike[str]
 Split = Literal["train", "validation", "test"]
+By = Literal["user", "item"]  # what makes a sequence of a table
 COLUMNS = {  # of the JODIE layout, and what else they are called
     "user": ("user_id", "user", "userid", "u"),
     "mark": ("item_id", "mark", "item", "itemid", "type", "event_type", "i"),
@@ -121,13 +122,14 @@ def easytpp_sequences(path: Path) -> Sequences:
     return _from_records(path, _records(path))
 
 
-def csv_sequences(path: Path, *, num_marks: int | None = None) -> Sequences:
-    """What `read_event_csv` reads, before it is padded."""
+def csv_sequences(path: Path, *, by: By = "user", num_marks: int | None = None) -> Sequences:
+    """What `read_event_csv` reads, before it is padded; by item, items are sequences and users marks."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = csv.reader(file)
-            columns = _columns(path, next(rows, []))
-            return _by_user(path, _cells(path, rows, columns), num_marks)
+            user, mark, time = _columns(path, next(rows, [])).values()
+            places = (user, mark, time) if by == "user" else (mark, user, time)
+            return _grouped(path, _cells(path, rows, places), num_marks)
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} is not a CSV file of UTF-8 text ({error})") from error
 
@@ -147,7 +149,7 @@ def parquet_sequences(path: Path, *, num_marks: int | None = None) -> Sequences:
     columns = _columns(path, table.column_names)
     users, marks, times = (map(_text, cells) for cells in table.select(list(columns)).to_pydict().values())
     rows = ((f"row {i}", *row) for i, row in enumerate(zip(users, marks, times, strict=True)))
-    return _by_user(path, rows, num_marks)
+    return _grouped(path, rows, num_marks)
 
 
 def _text(cell: Any) -> str:
@@ -226,27 +228,27 @@ def _columns(path: Path, header: list[str]) -> dict[str, int]:
     return found
 
 
-def _cells(path: Path, rows: Any, columns: Mapping[str, int]) -> Iterator[tuple[str, str, str, str]]:
-    """Where each row stands, and its user, mark and time."""
-    user, mark, time = columns.values()
+def _cells(path: Path, rows: Any, places: tuple[int, int, int]) -> Iterator[tuple[str, str, str, str]]:
+    """Where each row stands, and its cells at three places."""
+    first, second, third = places
     for row in rows:
         if not row:
             continue
-        if len(row) <= max(user, mark, time):
+        if len(row) <= max(places):
             raise ValueError(
-                f"line {rows.line_num} of {path} has {len(row)} fields, but {max(user, mark, time) + 1} or "
-                "more are needed: the file is cut short or of another format"
+                f"line {rows.line_num} of {path} has {len(row)} fields, but {max(places) + 1} or more are "
+                "needed: the file is cut short or of another format"
             )
-        yield f"line {rows.line_num}", row[user], row[mark], row[time]
+        yield f"line {rows.line_num}", row[first], row[second], row[third]
 
 
-def _by_user(path: Path, rows: Iterable[tuple[str, str, str, str]], num_marks: int | None) -> Sequences:
-    """Sequences of the rows of each user, who come in the order of their first rows."""
+def _grouped(path: Path, rows: Iterable[tuple[str, str, str, str]], num_marks: int | None) -> Sequences:
+    """Sequences of the rows of each user (or item), which come in the order of their first rows."""
     times: dict[str, list[float]] = {}
     marks: dict[str, list[int]] = {}
     for where, user, mark, time in rows:
         try:
-            kind = int(float(mark)) if mark.strip() else -1
+            kind = _whole(mark) if mark.strip() else -1
             moment = float(time)
         except ValueError as error:
             raise ValueError(
@@ -256,7 +258,7 @@ def _by_user(path: Path, rows: Iterable[tuple[str, str, str, str]], num_marks: i
         history = times.setdefault(user, [])
         if history and not moment >= history[-1]:
             raise ValueError(
-                f"{where} of {path}: user {user!r} has an event at {moment} after one at {history[-1]}; "
+                f"{where} of {path}: {user!r} has an event at {moment} after one at {history[-1]}; "
                 "sort the rows by time first"
             )
         history.append(moment)
@@ -266,3 +268,10 @@ def _by_user(path: Path, rows: Iterable[tuple[str, str, str, str]], num_marks: i
     kinds = [np.array(kind, np.int64) for kind in marks.values()]
     largest = max(int(kind.max()) for kind in kinds)
     return Sequences([np.array(t) for t in times.values()], kinds, num_marks or max(largest + 1, 1))
+
+
+def _whole(text: str) -> int:
+    number = float(text)
+    if not number.is_integer():
+        raise ValueError(f"{text} is not a whole number")
+    return int(number)
