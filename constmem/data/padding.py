@@ -59,7 +59,9 @@ def marks_of(
     if marks is None:
         known = 0 if num_marks in (None, 1) else UNKNOWN
         kinds = [torch.full((len(row),), known) for row in rows]
-        return pad(kinds, [UNKNOWN] * len(rows), torch.int64, repeat=False)[0], num_marks or 1
+        return pad(kinds, [UNKNOWN] * len(rows), torch.int64, repeat=False)[
+            0
+        ], 1 if num_marks is None else num_marks
     kinds = [one_sequence("marks", k, row, whole=True) for k, row in enumerate(marks)]
     if len(kinds) != len(rows):
         raise ValueError(f"there are marks for {len(kinds)} sequences, but times for {len(rows)}")
