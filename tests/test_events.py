@@ -477,12 +477,12 @@ def test_what_cannot_be_prepared_is_told(tmp_path):
     assert not (tmp_path / "packs").exists(), "nothing half-made stays behind"
 
 
-def test_a_pack_that_is_missing_unknown_or_unsound_is_told(tmp_path):
+def test_a_pack_that_is_missing_unknown_or_unsound_is_told(tmp_path, refuses):
     with pytest.raises(FileNotFoundError, match=r"events_taxi.npz .*prepare easytpp"):
         load_events("taxi")
     with pytest.raises(ValueError, match="did you mean 'taxi'"):
         load_events("taxis")
-    with pytest.raises(ValueError, match="there is no split 'dev'"):
+    with refuses(ValueError, "there is no split 'dev'"):
         load_events("taxi", split="dev")
     path = prepare_easytpp(easytpp_folder(tmp_path / "taxi"))
     with np.load(path, allow_pickle=False) as pack:
