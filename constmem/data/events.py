@@ -192,6 +192,13 @@ class Events:
         """The same events without the columns that hold nothing but padding."""
         return self._cut(int(self.lengths.max()) if len(self) else 0)
 
+    def window(self, start: int, stop: int) -> "Events":
+        """The events at places start to stop - 1, watched from the event before; to t_end if nothing follows."""
+        parts = {name: getattr(self, name)[:, start:stop] for name in ("times", "marks", "mask")}
+        t_start = self.times[:, start - 1] if start else self.t_start
+        t_end = self.t_end if stop >= self.times.shape[1] else None
+        return _trusted(**parts, t_start=t_start, t_end=t_end, unit=self.unit, num_marks=self.num_marks)
+
     def _cut(self, width: int) -> "Events":
         """The first `width` columns, behind which is only padding."""
         parts = {name: getattr(self, name)[:, :width] for name in ("times", "marks", "mask")}

@@ -1,6 +1,6 @@
 """From ragged sequences to padded tensors: times, marks and bounds, each checked by its sequence."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-Sequences = Sequence[Any]  # of sequences of numbers: lists, arrays or tensors
+Sequences = Iterable[Any]  # of sequences of numbers: lists, arrays or tensors
 Bounds = int | float | Sequence[int | float] | Tensor | None
 UNKNOWN = -1  # a mark nobody told
 
