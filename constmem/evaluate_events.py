@@ -25,7 +25,7 @@ class Forecast(Protocol):
 
     @property
     def gap(self) -> Any:
-        """The distribution of the gap, (b, t): mean, median, cdf, survival."""
+        """The distribution of the gap, (b, t): mean, median, log_survival."""
 
     def mark_logits(self, gap: Tensor | None = None) -> Tensor:
         """(b, t, marks), of an event after this gap; without one, of the next event whenever it comes."""
@@ -84,6 +84,7 @@ class EventScores:
     sequences: int
 
 
+@torch.no_grad()
 def evaluate_events(model: EventModel, events: Events, *, positions: int | None = None) -> EventScores:
     """Score a model on event sequences.
 
@@ -128,6 +129,7 @@ def evaluate_events(model: EventModel, events: Events, *, positions: int | None 
     )
 
 
+@torch.no_grad()
 def rescaled_times(
     model: EventModel, events: Events, *, positions: int | None = None
 ) -> Float64[Tensor, "n"]:
@@ -163,9 +165,10 @@ def ks_p_value(distance: float, n: int) -> float:
         return 1.0  # to 12 digits
     if x < 1.2:  # the same function, as a series that converges for small x
         return 1 - sqrt(2 * pi) / x * sum(exp(-(((2 * k - 1) * pi / x) ** 2) / 8) for k in range(1, 6))
-    return 2 * sum((-1) ** (k - 1) * exp(-2 * (k * x) ** 2) for k in range(1, 6))
+    return 2 * sum((1.0 if k % 2 else -1.0) * exp(-2 * (k * x) ** 2) for k in range(1, 6))
 
 
+@torch.no_grad()
 def mark_confusion(
     model: EventModel, events: Events, *, commonest: int = 10, positions: int | None = None
 ) -> tuple[Int64[Tensor, "k"], Int64[Tensor, "k k1"]]:
@@ -189,7 +192,6 @@ def mark_confusion(
     return shown, counts[:-1]
 
 
-@torch.no_grad()
 def _parts(
     model: EventModel, events: Events, positions: int | None
 ) -> Iterator[tuple[Events, EventLogProb, Forecast]]:
@@ -217,8 +219,8 @@ def _parts(
 
 
 def _rescaled(part: Events, scored: Bool[Tensor, "b t"], forecast: Forecast) -> Float64[Tensor, "n"]:
-    survival: Tensor = forecast.gap.survival(part.gaps)
-    return -survival.double().log()[scored]
+    log_survival: Tensor = forecast.gap.log_survival(part.gaps)
+    return -log_survival.double()[scored]
 
 
 def _errors(part: Events, lp: EventLogProb, forecast: Forecast) -> dict[str, Float64[Tensor, ""]]:

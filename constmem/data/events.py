@@ -193,7 +193,10 @@ class Events:
         return self._cut(int(self.lengths.max()) if len(self) else 0)
 
     def window(self, start: int, stop: int) -> "Events":
-        """The events at places start to stop - 1, watched from the event before; to t_end if nothing follows."""
+        """The events from place start to before stop, watched from the event before the first.
+
+        The watch ends at t_end where nothing follows, else nobody knows when.
+        """
         parts = {name: getattr(self, name)[:, start:stop] for name in ("times", "marks", "mask")}
         t_start = self.times[:, start - 1] if start else self.t_start
         t_end = self.t_end if stop >= self.times.shape[1] else None
