@@ -7,7 +7,7 @@ NLLs are nats an event in the data's own unit; the silence until t_end is told a
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import exp, isnan, nan, pi, sqrt
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
@@ -20,6 +20,7 @@ LEVELS = (0.5, 0.8, 0.9, 0.95)
 HITS = ("accuracy", "top5", "accuracy_given_gap", "top5_given_gap")
 
 
+@runtime_checkable
 class Forecast(Protocol):
     """At place (b, i) the prediction of event i of sequence b from those before it."""
 
@@ -31,6 +32,7 @@ class Forecast(Protocol):
         """(b, t, marks), of an event after this gap; without one, of the next event whenever it comes."""
 
 
+@runtime_checkable
 class EventModel(Protocol):
     """What is asked of a model; `initial` and `condition` for sequences too long to take at once."""
 
