@@ -163,6 +163,19 @@ def test_padding_changes_nothing(process):
         assert torch.equal(lp.scored[k], events.scored[k])
 
 
+@every_process
+def test_hazards_between_events_integrate_to_the_compensators(process):
+    events = process.sample(3, num_events=6, generator=generator(2)).select([1])
+    wanted = process.compensator(events)[0]
+    for i, (gap, stop) in enumerate(zip(events.gaps[0], events.times[0], strict=True)):
+        u = torch.linspace(-30, -1e-9, 2001, dtype=torch.float64)
+        offsets = gap * u.exp()
+        found = torch.trapezoid(process.hazard(events, stop - gap + offsets) * offsets, u)
+        assert found.item() == pytest.approx(wanted[i].item(), rel=1e-3)
+    with pytest.raises(ValueError, match="there are 2 sequences: select"):
+        process.hazard(process.sample(2, num_events=2, generator=generator()), torch.ones(1).double())
+
+
 # Sampling
 
 

@@ -103,6 +103,22 @@ class Process(ABC):
         self._check(events)
         return torch.where(events.mask, self._hazards(events).compensator, 0.0)
 
+    def hazard(self, events: Events, times: Float64[Tensor, "g"]) -> Float64[Tensor, "g"]:
+        """The hazard of any event at each of some times, given the events of one sequence before it."""
+        self._check(events)
+        if len(events) != 1:
+            raise ValueError(f"there are {len(events)} sequences: select the one to look at")
+        history = events.times[0, : int(events.lengths[0])]
+        before = torch.searchsorted(history, times)  # how many events each time comes after
+        place = torch.arange(len(history) + 1, device=times.device)
+        wide = torch.cat([history, history.new_zeros(1)])
+        rows = torch.where(place < before[:, None], wide, times[:, None])
+        kinds = torch.cat([events.marks[0, : len(history)], events.marks.new_zeros(1)])
+        marks = torch.where(place < before[:, None], kinds, torch.where(place == before[:, None], 0, -1))
+        start = events.t_start.expand(len(times)).contiguous()
+        asked = Events(rows, marks, place <= before[:, None], start, None, events.unit, self.num_marks)
+        return self._hazards(asked).log_total.gather(1, before[:, None]).squeeze(1).exp()
+
     def _check(self, events: Events) -> None:
         if events.num_marks != self.num_marks:
             raise ValueError(
