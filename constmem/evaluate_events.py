@@ -33,7 +33,7 @@ class Forecast(Protocol):
 
 
 @runtime_checkable
-class EventModel(Protocol):
+class EventPredictor(Protocol):
     """What is asked of a model; `initial` and `condition` for sequences too long to take at once."""
 
     def eval(self) -> Any: ...
@@ -87,11 +87,11 @@ class EventScores:
 
 
 @torch.no_grad()
-def evaluate_events(model: EventModel, events: Events, *, positions: int | None = None) -> EventScores:
+def evaluate_events(model: EventPredictor, events: Events, *, positions: int | None = None) -> EventScores:
     """Score a model on event sequences.
 
     Args:
-        model: scores and forecasts events (see `EventModel`).
+        model: scores and forecasts events (see `EventPredictor`).
         events: on the model's device.
         positions: events handled at once, padding included; changes memory and no figure. By default
             2,048 to 8,192: fewer with many marks.
@@ -103,37 +103,12 @@ def evaluate_events(model: EventModel, events: Events, *, positions: int | None 
         for name, value in (_errors(part, lp, forecast) | _hits(part, lp.scored, forecast)).items():
             totals[name] = totals.get(name, torch.zeros_like(value)) + value
     sums = {name: float(value) for name, value in totals.items()}
-    count, known = sums.pop("events"), sums.pop("known")
-    if not count:
-        raise ValueError("there is nothing to score: no sequence has a second event")
-    hits = {name: sums.pop(name) / known if known else nan for name in list(sums) if name in HITS}
-    silence = sums.pop("survival") / len(events)
-    means = {name: value / count for name, value in sums.items()}
-    residuals = torch.cat(rescaled)
-    distance = ks_statistic(residuals)
-    return EventScores(
-        nll=means["time_nll"] + means["mark_nll"],
-        time_nll=means["time_nll"],
-        mark_nll=means["mark_nll"],
-        survival_nll=None if events.t_end is None else silence,
-        rmse=sqrt(means["square"]),
-        mae=means["mae"],
-        rmse_median=sqrt(means["square_median"]),
-        mae_median=means["mae_median"],
-        error=1 - hits["accuracy"],
-        **hits,
-        ks=distance,
-        ks_p_value=ks_p_value(distance, len(residuals)),
-        coverage=_coverage(residuals),
-        unit=events.unit,
-        events=int(count),
-        sequences=len(events),
-    )
+    return _scores(events, sums, torch.cat(rescaled) if rescaled else events.times.reshape(-1)[:0])
 
 
 @torch.no_grad()
 def rescaled_times(
-    model: EventModel, events: Events, *, positions: int | None = None
+    model: EventPredictor, events: Events, *, positions: int | None = None
 ) -> Float64[Tensor, "n"]:
     """The integrated hazard Λ = -log P(a longer gap) of every scored gap, as the model predicted it.
 
@@ -172,7 +147,7 @@ def ks_p_value(distance: float, n: int) -> float:
 
 @torch.no_grad()
 def mark_confusion(
-    model: EventModel, events: Events, *, commonest: int = 10, positions: int | None = None
+    model: EventPredictor, events: Events, *, commonest: int = 10, positions: int | None = None
 ) -> tuple[Int64[Tensor, "k"], Int64[Tensor, "k k1"]]:
     """How often the likeliest mark was which, for each of the commonest true marks.
 
@@ -195,7 +170,7 @@ def mark_confusion(
 
 
 def _parts(
-    model: EventModel, events: Events, positions: int | None
+    model: EventPredictor, events: Events, positions: int | None
 ) -> Iterator[tuple[Events, EventLogProb, Forecast]]:
     """Batches of sequences of like length, and pieces of those too long to take at once."""
     if positions is None:
@@ -218,6 +193,34 @@ def _parts(
             piece = batch.window(first, first + positions)
             yield piece, model.log_prob(piece, initial=state), model.forecast(piece, initial=state)
             state = model.condition(piece, initial=state)
+
+
+def _scores(events: Events, sums: dict[str, float], rescaled: Float64[Tensor, "n"]) -> EventScores:
+    """Sums over all scored events as means, each over its own kind."""
+    count = sums.get("events", 0.0)
+    if not count:
+        raise ValueError("there is nothing to score: no sequence has a second event")
+    means = {name: value / count for name, value in sums.items()}
+    hits = {name: sums[name] / sums["known"] if sums["known"] else nan for name in HITS}
+    distance = ks_statistic(rescaled)
+    return EventScores(
+        nll=means["time_nll"] + means["mark_nll"],
+        time_nll=means["time_nll"],
+        mark_nll=means["mark_nll"],
+        survival_nll=None if events.t_end is None else sums["survival"] / len(events),
+        rmse=sqrt(means["square"]),
+        mae=means["mae"],
+        rmse_median=sqrt(means["square_median"]),
+        mae_median=means["mae_median"],
+        error=1 - hits["accuracy"],
+        **hits,
+        ks=distance,
+        ks_p_value=ks_p_value(distance, len(rescaled)),
+        coverage=_coverage(rescaled),
+        unit=events.unit,
+        events=int(count),
+        sequences=len(events),
+    )
 
 
 def _rescaled(part: Events, scored: Bool[Tensor, "b t"], forecast: Forecast) -> Float64[Tensor, "n"]:

@@ -10,7 +10,7 @@ from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from constmem.data import Events
-from constmem.evaluate_events import EventModel
+from constmem.evaluate_events import EventPredictor
 from constmem.plots import BLUE, GREY, RED, pyplot, save_figure
 
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -18,7 +18,9 @@ File = str | os.PathLike[str]
 
 
 @torch.no_grad()
-def sequence_picture(model: EventModel, events: Events, path: File, *, title: str, most: int = 60) -> Path:
+def sequence_picture(
+    model: EventPredictor, events: Events, path: File, *, title: str, most: int = 60
+) -> Path:
     """One sequence: above, each gap with the density and the intervals foretold for it; below, when and what.
 
     Args:
@@ -60,7 +62,7 @@ def sequence_picture(model: EventModel, events: Events, path: File, *, title: st
 
 @torch.no_grad()
 def hazard_picture(
-    model: EventModel,
+    model: EventPredictor,
     events: Events,
     path: File,
     *,
@@ -91,7 +93,7 @@ def hazard_picture(
         above.plot(_array(times), _array(truth(times)), color=GREY, linewidth=2.2, label="true hazard")
     hazard = log_hazard[:, 0, shown].T.reshape(-1).exp()
     above.plot(_array(times), _array(hazard), color=BLUE, linewidth=1.1, label="the model's")
-    above.set(ylabel=f"events a {events.unit}", ylim=(0, None))
+    above.set(ylabel=f"events per {events.unit}", ylim=(0, None))
     above.set_title(title, loc="left", fontsize=10)
     above.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
     _timeline(below, events, shown)
