@@ -19,6 +19,7 @@ from constmem.evaluate_events import (
     mark_confusion,
     rescaled_times,
 )
+from constmem.horizon import evaluate_horizon
 
 stats = pytest.importorskip("scipy.stats")
 MARKS = (0.5, 0.3, 0.1, 0.05, 0.03, 0.02)
@@ -258,6 +259,79 @@ def test_a_hawkes_process_is_rejected_by_the_renewal_model():
     )
     events = Events(plain.times, plain.marks, plain.mask, plain.t_start, None, "unit", 6)
     assert evaluate_events(LogNormalRenewal(), events).ks_p_value < 1e-6
+
+
+# Long horizons
+
+
+class Streams:
+    """The state of streams of a renewal process: their last times."""
+
+    def __init__(self, last):
+        self.last = last
+
+    def repeat(self, times):
+        return Streams(self.last.repeat_interleave(times, 0))
+
+
+class Sampled(LogNormalRenewal):
+    """The renewal process as a sampler of futures."""
+
+    def condition(self, events):
+        assert not self.training
+        self.lengths = [*getattr(self, "lengths", []), *events.lengths.tolist()]
+        return Streams(events.times[:, -1])
+
+    def sample(self, state, *, n, generator):
+        future = self.process.sample(len(state.last), num_events=n, generator=generator)
+        marks = torch.multinomial(torch.tensor(MARKS), future.times.numel(), True, generator=generator)
+        times, shape = future.times + state.last[:, None], future.times.shape
+        return Events(times, marks.reshape(shape), future.mask, state.last, None, "hour", 6)
+
+
+def horizon(model, events, **options):
+    return evaluate_horizon(model, events, generator=torch.Generator().manual_seed(0), **options)
+
+
+def test_futures_of_the_true_process_cover_what_came_and_score_best():
+    events = marked(400, 40, seed=2)
+    true = Sampled()
+    scores = horizon(true, events, ahead=8, samples=64, streams=500)
+    kept = events.lengths[events.lengths >= 10]
+    assert sorted(true.lengths) == sorted((kept - 8).tolist()), "the last eight are hidden"
+    assert (scores.sequences, scores.left_out) == (len(kept), 400 - len(kept))
+    assert scores.elapsed_coverage == pytest.approx(0.9, abs=0.05)
+    chances = np.array(MARKS)
+    spread = 8 * (chances * (1 - chances)).sum() * (1 + 1 / 64)
+    assert scores.mark_distance == pytest.approx(sqrt(spread), rel=0.1)
+    for wrong in (Sampled(-0.2, 0.8), Sampled(-0.9, 0.8)):
+        worse = horizon(wrong, events, ahead=8, samples=64)
+        assert worse.elapsed_crps > scores.elapsed_crps
+        assert worse.elapsed_mae > scores.elapsed_mae
+        assert worse.elapsed_coverage < 0.85
+
+
+def test_the_crps_of_futures_is_the_integral_it_stands_for():
+    events = marked(12, 30, seed=4).select([0]).trim()
+    n = int(events.lengths)
+    scores = horizon(Sampled(), events, ahead=5, samples=4000, streams=10**6)
+    elapsed = (events.times[0, n - 1] - events.times[0, n - 6]).item()
+    draws = Renewal("lognormal", -0.5, 0.8).sample(
+        20_000, num_events=5, generator=torch.Generator().manual_seed(9)
+    )
+    ordered = draws.times[:, -1].sort().values.numpy()
+    grid = np.linspace(0, 40, 40_001)
+    below = np.searchsorted(ordered, grid) / len(ordered)
+    wanted = ((below - (grid >= elapsed)) ** 2).sum() * 0.001
+    assert scores.elapsed_crps == pytest.approx(wanted, abs=0.03)
+    assert scores.elapsed_mae == pytest.approx(abs(np.median(ordered) - elapsed), abs=0.1)
+
+
+def test_futures_that_cannot_be_scored_are_refused():
+    with pytest.raises(ValueError, match="no sequence has 10 events and two before"):
+        horizon(Sampled(), tiny())
+    with pytest.raises(ValueError, match="samples - 1 must be"):
+        horizon(Sampled(), tiny(), ahead=1, samples=1)
 
 
 # Pictures
