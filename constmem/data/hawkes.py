@@ -27,6 +27,7 @@ class Hawkes(Process):
     Example:
         Without children it is a Poisson process.
 
+        >>> from constmem.data import Poisson
         >>> childless = Hawkes((0.5, 1.5), (((0.0, 0.0), (0.0, 0.0)),), (1.0,))
         >>> events = Events.from_gaps([[0.3, 0.7]], marks=[[0, 1]], unit="s", num_marks=2)
         >>> bool(torch.allclose(childless.compensator(events), Poisson((0.5, 1.5)).compensator(events)))
