@@ -100,6 +100,19 @@ def test_marks_that_are_not_given_are_the_one_kind_or_unknown():
     assert Events.from_arrival_times([[1.0, 2.0]], unit="s", num_marks=4).marks.tolist() == [[-1, -1]]
 
 
+def test_events_say_in_one_line_what_they_are():
+    assert repr(small()) == "Events(2 sequences, 5 events, 3 marks, times in 'hour', on cpu)"
+
+
+def test_a_window_is_watched_from_the_event_before_it():
+    events = small()
+    first, second = events.window(0, 2), events.window(2, 3)
+    assert torch.equal(torch.cat([first.gaps, second.gaps], 1), events.gaps)
+    assert torch.equal(torch.cat([first.mask, second.mask], 1), events.mask)
+    assert first.t_end is None
+    assert torch.equal(second.t_end, events.t_end)
+
+
 def test_selecting_and_trimming_leave_the_sequences_as_they_were():
     events = small()
     second = events.select([1])

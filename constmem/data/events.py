@@ -13,7 +13,7 @@ from constmem.data.event_checks import check_events
 from constmem.data.padding import UNKNOWN, Bounds, Sequences, bounds_of, marks_of, one_sequence, pad
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Events:
     """A batch of event sequences, the real events of each first and padding behind them.
 
@@ -142,6 +142,10 @@ class Events:
     def __len__(self) -> int:
         """How many sequences there are."""
         return len(self.times)
+
+    def __repr__(self) -> str:
+        size = f"{len(self):,} sequences, {self.num_events:,} events, {self.num_marks:,} marks"
+        return f"Events({size}, times in {self.unit!r}, on {self.device})"
 
     @property
     def lengths(self) -> Int[Tensor, "b"]:
