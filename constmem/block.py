@@ -128,7 +128,7 @@ class Observation(nn.Module):
         return AttentionState.observe(prepared.queries, k, v, mask, log_weight)
 
     def _plan(self, prepared: Prepared, data: Tensor, embed: MLP | None) -> native.Plan | None:
-        """How machine code is to observe such data, where there is any, nothing is learned and all is float32."""
+        """How machine code observes such data, where there is any, nothing is learned, all is float32."""
         memory = self._memory
         if memory is None or memory.prepared is not prepared or data.shape[1] == 0:
             return None

@@ -1,6 +1,9 @@
-"""Data: tasks of Gaussian processes and of images, and the data sets the images come from."""
+"""Data: tasks of Gaussian processes and of images, event sequences, and the data sets they come from."""
 
 from constmem.data.augment import augmented
+from constmem.data.catalogue import DataSet, known
+from constmem.data.event_files import load_events, read_easytpp, read_event_csv, read_event_parquet
+from constmem.data.events import EventLogProb, Events, bucketed
 from constmem.data.gp import (
     GaussianProcess,
     Kernel,
@@ -10,21 +13,31 @@ from constmem.data.gp import (
     static_gp_tasks,
 )
 from constmem.data.images import Images, hold_out, load_images
-from constmem.data.packs import DataSet, Listing, MissingDataError, known, listing
+from constmem.data.packs import Listing, MissingDataError, listing
 from constmem.data.pixels import evaluation_tasks, image_points, image_tasks, static_image_tasks
 from constmem.data.prepare import prepare_celeba, prepare_emnist
+from constmem.data.prepare_events import prepare_easytpp, prepare_jodie
+from constmem.data.simulate import Hawkes, Poisson, Process, Renewal, SelfCorrecting
 from constmem.data.sizes import draw_sizes
 from constmem.data.task import Task
 
 __all__ = [
     "DataSet",
+    "EventLogProb",
+    "Events",
     "GaussianProcess",
+    "Hawkes",
     "Images",
     "Kernel",
     "Listing",
     "MissingDataError",
+    "Poisson",
+    "Process",
+    "Renewal",
+    "SelfCorrecting",
     "Task",
     "augmented",
+    "bucketed",
     "draw_gp",
     "draw_sizes",
     "evaluation_tasks",
@@ -35,9 +48,15 @@ __all__ = [
     "image_tasks",
     "known",
     "listing",
+    "load_events",
     "load_images",
     "prepare_celeba",
+    "prepare_easytpp",
     "prepare_emnist",
+    "prepare_jodie",
+    "read_easytpp",
+    "read_event_csv",
+    "read_event_parquet",
     "static_gp_tasks",
     "static_image_tasks",
 ]
