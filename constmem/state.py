@@ -1,13 +1,6 @@
-"""`AttentionState` and its algebra: observe, merge, remove, empty, decay, scan.
+"""`AttentionState`: all that must be remembered of points, and its verbs.
 
-The softmax of fixed queries over a set of keys is kept as two tensors: the `value` it gives, and
-the logarithm `lse` of its normaliser. Two sets need not meet to be joined:
-
-    lse   = log(exp(lse_a) + exp(lse_b))
-    value = value_a + (value_b - value_a) * exp(lse_b - lse)
-
-This is a commutative monoid. Its identity, the state of nothing, has value 0 and lse `EMPTY`: a
-finite number far below any score, so that no formula here ever meets infinity minus infinity.
+observe, merge, remove, empty, decay and scan; the formulas are in `constmem.algebra`.
 """
 
 import os
@@ -19,72 +12,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from constmem import kernels
+from constmem import algebra, checks, kernels
+from constmem.algebra import EMPTY, accumulator, bias_of, is_nothing, settle
 from constmem.files import read_tensors, write_tensors
-from constmem.kernels import reference
 
-EMPTY = -(2.0**100)  # about -1e30, and the same number in float64, float32 and bfloat16
 KIND, VERSION = "constmem.state", 1
-
-
-def bias_of(
-    mask: Tensor | None, log_weight: Tensor | None, dtype: torch.dtype
-) -> Float[Tensor, "*b n"] | None:
-    """What is added to the scores of each point: its log-weight, or `EMPTY` where it is masked out."""
-    if mask is None:
-        return None if log_weight is None else log_weight.clamp_min(EMPTY)
-    dtype = torch.promote_types(dtype, torch.float32)  # float16 has no number as low as EMPTY
-    weight = torch.zeros((), dtype=dtype, device=mask.device) if log_weight is None else log_weight
-    return torch.where(mask, weight.clamp_min(EMPTY), EMPTY)
-
-
-def is_nothing(lse: Tensor) -> Tensor:
-    """True where a log-normaliser says that nothing was seen."""
-    return lse <= EMPTY / 2
-
-
-def settle(
-    value: Float[Tensor, "*h s c"], lse: Float[Tensor, "*h s"]
-) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]]:
-    """Make exact identities of slots that only met masked points, so that masking is leaving out."""
-    nothing = is_nothing(lse)
-    return value.masked_fill(nothing[..., None], 0.0), lse.masked_fill(nothing, EMPTY)
-
-
-def merge(
-    value: Float[Tensor, "*h s c"],
-    lse: Float[Tensor, "*h s"],
-    other_value: Float[Tensor, "*#h s c"],
-    other_lse: Float[Tensor, "*#h s"],
-) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]]:
-    """The state of the union of two disjoint sets; accurate to the dtype's last digits."""
-    share = torch.sigmoid(other_lse - lse)
-    return torch.lerp(value, other_value, share[..., None]), torch.logaddexp(lse, other_lse)
-
-
-def remove(
-    value: Float[Tensor, "*h s c"],
-    lse: Float[Tensor, "*h s"],
-    other_value: Float[Tensor, "*h s c"],
-    share: Float[Tensor, "*h s"],
-) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]]:
-    """Undo `merge` with a part that holds `share` of the normaliser; loses digits as it nears 1."""
-    grow = share / (1 - share)
-    return value + (value - other_value) * grow[..., None], lse + torch.log1p(-share)
-
-
-def _add(high: Tensor, low: Tensor, increment: Tensor) -> tuple[Tensor, Tensor]:
-    """(high + low) + increment as an unevaluated sum of two numbers, without losing the small one."""
-    total = high + increment
-    kept = total - high
-    error = (high - (total - kept)) + (increment - kept) + low
-    renewed = total + error
-    return renewed, error - (renewed - total)
-
-
-def accumulator(device: torch.device) -> torch.dtype:
-    """The dtype states are accumulated in: float64, or pairs of float32 where a device has none."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +63,7 @@ class AttentionState:
             mask: (b, n) True = real.
             log_weight: (b, n) natural logarithm of each point's weight.
         """
+        checks.heads(q, k, v)
         b, heads, n = k.shape[0], k.shape[1:-2], k.shape[-2]
         if n == 0:
             return AttentionState.empty((b, *heads, q.shape[-2]), v.shape[-1], device=k.device)
@@ -181,31 +114,26 @@ class AttentionState:
         Prefixes inside a chunk are masked softmaxes; the chunks before arrive as one carried state.
         Nothing is subtracted from a running maximum of the future, so drifting scores do no harm.
         """
+        checks.heads(q, k, v)
         b, heads, n = k.shape[0], k.shape[1:-2], k.shape[-2]
         if n == 0:
             raise ValueError("scan needs at least one point: there is no prefix of nothing")
-        q, bias = q.flatten(0, -3), bias_of(mask, log_weight, k.dtype)
-        k, v = (t.reshape(b, -1, n, t.shape[-1]) for t in (k, v))
-        dtype = accumulator(k.device)
+        bias = bias_of(mask, log_weight, k.dtype)
         counts = torch.ones(b, n, dtype=torch.int64, device=k.device) if mask is None else mask.long()
         counts = counts.cumsum(1)
-        carry = None
+        paired, carry = accumulator(k.device) == torch.float32, None
         if initial is not None:
+            _check_initial(initial, (b, *heads, q.shape[-2], v.shape[-1]), k.device)
+            paired = paired or initial.low is not None
+            initial = initial.to(dtype=torch.float32 if paired else torch.float64)
             counts = counts + initial.count[:, None]
-            carry = initial.value.flatten(1, -3)[:, None], initial.lse.flatten(1, -2)[:, None]
-        parts: list[tuple[Tensor, Tensor]] = []
-        for start in range(0, n, chunk):
-            here = slice(start, start + chunk)
-            seen = None if bias is None else bias[:, here]
-            value, lse = _prefixes(q, k[:, :, here], v[:, :, here], seen)
-            part = value.to(dtype), lse.to(dtype)
-            parts.append(part if carry is None else merge(*part, *carry))
-            carry = parts[-1][0][:, -1:], parts[-1][1][:, -1:]
-        value = torch.cat([value for value, _ in parts], 1)
-        lse = torch.cat([lse for _, lse in parts], 1)
-        return AttentionState(
-            value.reshape(b, n, *heads, *value.shape[-2:]), lse.reshape(b, n, *heads, -1), counts
+            carry = tuple(t.flatten(1, len(heads))[:, None] for t in initial._tensors)
+        k, v = (t.reshape(b, -1, n, t.shape[-1]) for t in (k, v))
+        value, lse, *low = (
+            t.unflatten(2, heads)
+            for t in algebra.scan(q.flatten(0, -3), k, v, bias, carry, chunk=chunk, paired=paired)
         )
+        return AttentionState(value, lse, counts, low=(low[0], low[1]) if low else None)
 
     def merge(self, other: "AttentionState") -> "AttentionState":
         """The state of both sets of points together; associative and commutative, `empty` its identity."""
@@ -216,26 +144,15 @@ class AttentionState:
         count = self.count + other.count
         fingerprint = self.fingerprint or other.fingerprint
         if self.low is None or other.low is None:
-            value, lse = merge(self.value, self.lse, other.value, other.lse)
+            value, lse = algebra.merge(self.value, self.lse, other.value, other.lse)
             return AttentionState(value, lse, count, fingerprint)
-        mine = self.lse >= other.lse  # the larger part stays, the smaller is added to it as an increment
-        a_lse, b_lse = (
-            torch.where(mine, self.lse, other.lse),
-            torch.where(mine, other.lse, self.lse),
-        )
-        pick = mine[..., None]
-        a, b = (
-            torch.where(pick, self.value, other.value),
-            torch.where(pick, other.value, self.value),
-        )
-        (u, u_lse), (w, w_lse) = self.low, other.low
-        a_low, b_low = torch.where(pick, u, w), torch.where(pick, w, u)
-        a_lse_low, b_lse_low = torch.where(mine, u_lse, w_lse), torch.where(mine, w_lse, u_lse)
-        gap = (b_lse - a_lse) + (b_lse_low - a_lse_low)
-        step = torch.sigmoid(gap)[..., None] * ((b - a) + (b_low - a_low))
-        lse, lse_low = _add(a_lse, a_lse_low, torch.log1p(gap.exp()))
-        value, value_low = _add(a, a_low, step)
-        return AttentionState(value, lse, count, fingerprint, (value_low, lse_low))
+        value, lse, *low = algebra.merge_pairs(*self._tensors, *other._tensors)
+        return AttentionState(value, lse, count, fingerprint, (low[0], low[1]))
+
+    @property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        """Value and lse and, where they are pairs, what float32 could not hold of them."""
+        return self.value, self.lse, *(self.low or ())
 
     def remove(self, other: "AttentionState", *, max_share: float = 0.999) -> "AttentionState":
         """The state without points it has seen: undoes `merge` with `other`.
@@ -264,7 +181,7 @@ class AttentionState:
                 f"max_share={max_share}: what would remain cancels to rounding error; condition again on "
                 "the points to keep, or allow a larger max_share"
             )
-        value, lse = remove(self.value, self.lse, other.value, torch.where(gone, 0.0, share))
+        value, lse = algebra.remove(self.value, self.lse, other.value, torch.where(gone, 0.0, share))
         value, lse = value.masked_fill(gone[..., None], 0.0), lse.masked_fill(gone, EMPTY)
         return AttentionState(value, lse, left, self.fingerprint)
 
@@ -281,7 +198,7 @@ class AttentionState:
             raise ValueError(f"log_weight must be finite, not {log_weight}: use empty to forget all")
         if self.low is None:
             return replace(self, lse=torch.where(is_nothing(self.lse), EMPTY, self.lse + shift))
-        lse, lse_low = _add(self.lse, self.low[1], shift)
+        lse, lse_low = algebra.add(self.lse, self.low[1], shift)
         return replace(self, lse=lse, low=(self.low[0], lse_low))
 
     def to(
@@ -298,7 +215,7 @@ class AttentionState:
             value, lse = low[0] + low[2], low[1] + low[3]
         lows = self.low
         if dtype == torch.float32 and lows is None:
-            lows = (value - value.float()).float(), (lse - lse.float()).float()
+            lows = algebra.pairs(value, lse)[2:]
         return AttentionState(
             value.to(dtype).to(target),
             lse.to(dtype).to(target),
@@ -334,7 +251,7 @@ class AttentionState:
     @property
     def nbytes(self) -> int:
         """Bytes remembered: the same whatever the number of points seen."""
-        return sum(t.nbytes for t in (self.value, self.lse, self.count, *(self.low or ())))
+        return self.count.nbytes + sum(t.nbytes for t in self._tensors)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state, atomically, as a safetensors file with a versioned header."""
@@ -374,18 +291,10 @@ class AttentionState:
             )
 
 
-def _prefixes(
-    q: Float[Tensor, "h s c"],
-    k: Float[Tensor, "b h t c"],
-    v: Float[Tensor, "b h t c"],
-    bias: Float[Tensor, "b t"] | None,
-) -> tuple[Float[Tensor, "b t h s c"], Float[Tensor, "b t h s"]]:
-    """Softmaxes over every prefix of a few points, by masking."""
-    logits = reference.scores(q, k, bias)  # (b, h, s, t)
-    t = logits.shape[-1]
-    past = torch.ones(t, t, dtype=torch.bool, device=logits.device).tril()
-    logits = torch.where(past, logits[..., None, :], EMPTY)  # (b, h, s, t, t)
-    lse = logits.logsumexp(-1)
-    value = (logits - lse[..., None]).exp() @ v[:, :, None].to(logits.dtype)  # (b, h, s, t, c)
-    value, lse = settle(value, lse)
-    return value.permute(0, 3, 1, 2, 4), lse.permute(0, 3, 1, 2)
+def _check_initial(initial: AttentionState, shape: tuple[int, ...], device: torch.device) -> None:
+    """Refuse to scan from the state of other slots, another batch or another device."""
+    if initial.value.shape != shape or initial.device != device:
+        raise ValueError(
+            f"cannot scan from a state of {tuple(initial.value.shape)} on {initial.device}: these points "
+            f"give states of {shape} on {device}; both must come from the same model and batch, on one device"
+        )

@@ -17,12 +17,13 @@ from torch.distributions import Distribution
 from typing_extensions import TypeVar
 
 from constmem import checks
+from constmem.algebra import EMPTY
 from constmem.fold import Chunk
 from constmem.heads import normal
 from constmem.neural_processes.chunks import cleared, filled, mean_of_real, numbered, slices
 from constmem.neural_processes.model import Model
 from constmem.neural_processes.states import State
-from constmem.state import EMPTY, AttentionState
+from constmem.state import AttentionState
 
 S = TypeVar("S", bound=State, default=AttentionState)
 M = TypeVar("M", bound=Tensor | tuple[Any, ...], default=Tensor)

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from constmem.algebra import accumulator, bias_of
 from constmem.checks import positive
 from constmem.fold import Chunk
 from constmem.heads import AnyStd, SampleMixture, logmeanexp, normal
@@ -29,7 +30,6 @@ from constmem.neural_processes.encoders import (
     pool,
 )
 from constmem.neural_processes.stored import StoredPoints, StoringProcess
-from constmem.state import accumulator, bias_of
 
 
 class BootstrapProcess(StoringProcess[M]):

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from constmem.algebra import EMPTY, bias_of, settle
 from constmem.attention import attend, check_heads
 from constmem.embed import MLP
 from constmem.heads import AnyStd, std_of
 from constmem.initial import RELU, keep_variance
-from constmem.state import EMPTY, AttentionState, bias_of, settle
+from constmem.state import AttentionState
 
 
 def pool(
