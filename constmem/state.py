@@ -1,9 +1,7 @@
-"""`AttentionState`: all that must be remembered of points, and its verbs.
-
-observe, merge, remove, empty, decay and scan; the formulas are in `constmem.algebra`.
-"""
+"""`AttentionState` and its verbs: observe, merge, remove, empty, decay, scan (formulas: `algebra`)."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import ClassVar
@@ -16,7 +14,7 @@ from constmem import algebra, checks, kernels
 from constmem.algebra import EMPTY, accumulator, bias_of, is_nothing, settle
 from constmem.files import read_tensors, write_tensors
 
-KIND, VERSION = "constmem.state", 1
+VERSION = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +38,8 @@ class AttentionState:
     """
 
     AXES: ClassVar[str] = "(depth, heads, slots, channels)"
+    KIND: ClassVar[str] = "constmem.state"
+    WEIGHTED: ClassVar[bool] = True
 
     value: Float[Tensor, "b *h s c"]
     lse: Float[Tensor, "b *h s"]
@@ -111,7 +111,6 @@ class AttentionState:
     ) -> "AttentionState":
         """The states of all prefixes: entry i of axis 1 has seen `initial` and points 0 to i.
 
-        Prefixes inside a chunk are masked softmaxes; the chunks before arrive as one carried state.
         Nothing is subtracted from a running maximum of the future, so drifting scores do no harm.
         """
         checks.heads(q, k, v)
@@ -123,17 +122,14 @@ class AttentionState:
         counts = counts.cumsum(1)
         paired, carry = accumulator(k.device) == torch.float32, None
         if initial is not None:
-            _check_initial(initial, (b, *heads, q.shape[-2], v.shape[-1]), k.device)
+            initial._require_shape((b, *heads, q.shape[-2], v.shape[-1]), k.device)
             paired = paired or initial.low is not None
             initial = initial.to(dtype=torch.float32 if paired else torch.float64)
             counts = counts + initial.count[:, None]
             carry = tuple(t.flatten(1, len(heads))[:, None] for t in initial._tensors)
         k, v = (t.reshape(b, -1, n, t.shape[-1]) for t in (k, v))
-        value, lse, *low = (
-            t.unflatten(2, heads)
-            for t in algebra.scan(q.flatten(0, -3), k, v, bias, carry, chunk=chunk, paired=paired)
-        )
-        return AttentionState(value, lse, counts, low=(low[0], low[1]) if low else None)
+        scanned = algebra.scan(q.flatten(0, -3), k, v, bias, carry, chunk=chunk, paired=paired)
+        return _made((t.unflatten(2, heads) for t in scanned), counts)
 
     def merge(self, other: "AttentionState") -> "AttentionState":
         """The state of both sets of points together; associative and commutative, `empty` its identity."""
@@ -144,10 +140,8 @@ class AttentionState:
         count = self.count + other.count
         fingerprint = self.fingerprint or other.fingerprint
         if self.low is None or other.low is None:
-            value, lse = algebra.merge(self.value, self.lse, other.value, other.lse)
-            return AttentionState(value, lse, count, fingerprint)
-        value, lse, *low = algebra.merge_pairs(*self._tensors, *other._tensors)
-        return AttentionState(value, lse, count, fingerprint, (low[0], low[1]))
+            return _made(algebra.merge(self.value, self.lse, other.value, other.lse), count, fingerprint)
+        return _made(algebra.merge_pairs(*self._tensors, *other._tensors), count, fingerprint)
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
@@ -209,25 +203,18 @@ class AttentionState:
         dtype = dtype or accumulator(target)
         if dtype not in (torch.float64, torch.float32):
             raise ValueError(f"a state is accumulated in float64 or paired float32, not in {dtype}")
-        value, lse = self.value, self.lse
+        tensors = self._tensors
         if self.low is not None and dtype == torch.float64:
-            low = [t.to("cpu").double() for t in (value, lse, *self.low)]
-            value, lse = low[0] + low[2], low[1] + low[3]
-        lows = self.low
-        if dtype == torch.float32 and lows is None:
-            lows = algebra.pairs(value, lse)[2:]
-        return AttentionState(
-            value.to(dtype).to(target),
-            lse.to(dtype).to(target),
-            self.count.to(target),
-            self.fingerprint,
-            None if dtype == torch.float64 or lows is None else (lows[0].to(target), lows[1].to(target)),
-        )
+            value, lse, value_low, lse_low = (t.to("cpu").double() for t in tensors)
+            tensors = value + value_low, lse + lse_low
+        elif self.low is None and dtype == torch.float32:
+            tensors = algebra.pairs(*tensors)
+        moved = (t.to(dtype).to(target) for t in tensors)
+        return _made(moved, self.count.to(target), self.fingerprint)
 
     def detach(self) -> "AttentionState":
         """The same state cut off from the graph that computed it."""
-        low = self.low and (self.low[0].detach(), self.low[1].detach())
-        return replace(self, value=self.value.detach(), lse=self.lse.detach(), low=low)
+        return _made((t.detach() for t in self._tensors), self.count, self.fingerprint)
 
     def signed(self, fingerprint: str) -> "AttentionState":
         """The same state with the name of the weights that made it."""
@@ -253,35 +240,43 @@ class AttentionState:
         """Bytes remembered: the same whatever the number of points seen."""
         return self.count.nbytes + sum(t.nbytes for t in self._tensors)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All it is made of, by name."""
+        names = "value", "lse", "value_low", "lse_low"
+        return {**dict(zip(names, self._tensors, strict=False)), "count": self.count}
+
+    @staticmethod
+    def of_tensors(tensors: dict[str, Tensor], fingerprint: str | None = None) -> "AttentionState":
+        """The state made of these."""
+        missing = {"value", "lse", "count"} - tensors.keys()
+        if missing or tensors["value"].shape[:-1] != tensors["lse"].shape:
+            what = f"lacks {sorted(missing)}" if missing else "holds a value and an lse that do not fit"
+            raise ValueError(what)
+        low = (tensors["value_low"], tensors["lse_low"]) if "value_low" in tensors else None
+        return AttentionState(tensors["value"], tensors["lse"], tensors["count"], fingerprint, low)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state, atomically, as a safetensors file with a versioned header."""
-        tensors = {"value": self.value, "lse": self.lse, "count": self.count}
-        if self.low is not None:
-            tensors |= {"value_low": self.low[0], "lse_low": self.low[1]}
-        header = {"format": KIND, "version": str(VERSION), "fingerprint": self.fingerprint or ""}
-        write_tensors(path, tensors, header)
+        header = {"format": self.KIND, "version": str(VERSION), "fingerprint": self.fingerprint or ""}
+        write_tensors(path, self.tensors(), header)
 
     @staticmethod
     def load(path: str | os.PathLike[str], device: torch.device | str | None = None) -> "AttentionState":
         """Read a state that `save` wrote."""
-        tensors, header = read_tensors(path, kind=KIND, version=VERSION)
-        missing = {"value", "lse", "count"} - tensors.keys()
-        if missing or tensors["value"].shape[:-1] != tensors["lse"].shape:
-            what = f"lacks {sorted(missing)}" if missing else "holds a value and an lse that do not fit"
-            raise ValueError(f"{path} is damaged: it {what}; save the state again")
-        low = (tensors["value_low"], tensors["lse_low"]) if "value_low" in tensors else None
-        state = AttentionState(
-            tensors["value"], tensors["lse"], tensors["count"], header["fingerprint"] or None, low
-        )
+        tensors, header = read_tensors(path, kind=AttentionState.KIND, version=VERSION)
+        try:
+            state = AttentionState.of_tensors(tensors, header["fingerprint"] or None)
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: it {error}; save the state again") from error
         return state if device is None else state.to(device)
 
     def _require_like(self, other: "AttentionState", verb: str) -> None:
         """Refuse states that cannot belong to the same model."""
         mine, theirs = self.value, other.value
         if mine.shape != theirs.shape or mine.device != theirs.device or mine.dtype != theirs.dtype:
+            here, there = (f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (mine, theirs))
             raise ValueError(
-                f"cannot {verb} states that differ: {tuple(mine.shape)} {mine.dtype} on {mine.device} and "
-                f"{tuple(theirs.shape)} {theirs.dtype} on {theirs.device}; both must come from the same "
+                f"cannot {verb} states that differ: {here} and {there}; both must come from the same "
                 "model and batch, in one precision on one device (state.to moves one)"
             )
         if None not in (self.fingerprint, other.fingerprint) and self.fingerprint != other.fingerprint:
@@ -290,11 +285,16 @@ class AttentionState:
                 f"{other.fingerprint}): observe the data again with one model"
             )
 
+    def _require_shape(self, shape: tuple[int, ...], device: torch.device) -> None:
+        """Refuse to go on from the state of other slots, another batch or another device."""
+        if self.value.shape != shape or self.device != device:
+            raise ValueError(
+                f"cannot scan from a state of {tuple(self.value.shape)} on {self.device}: these points give "
+                f"states of {shape} on {device}; both must come from the same model and batch, on one device"
+            )
 
-def _check_initial(initial: AttentionState, shape: tuple[int, ...], device: torch.device) -> None:
-    """Refuse to scan from the state of other slots, another batch or another device."""
-    if initial.value.shape != shape or initial.device != device:
-        raise ValueError(
-            f"cannot scan from a state of {tuple(initial.value.shape)} on {initial.device}: these points "
-            f"give states of {shape} on {device}; both must come from the same model and batch, on one device"
-        )
+
+def _made(tensors: Iterable[Tensor], count: Tensor, fingerprint: str | None = None) -> AttentionState:
+    """A state of what `AttentionState._tensors` gives."""
+    value, lse, *low = tensors
+    return AttentionState(value, lse, count, fingerprint, (low[0], low[1]) if low else None)
