@@ -1,12 +1,13 @@
 """The paper's memory table, measured: extra peak of condition, query and update, for all ten models.
 
-python benchmarks/complexity.py        # some minutes on one core; writes results/complexity.json and the figure
+python benchmarks/complexity.py        # minutes on one core; writes results/complexity.json and the figure
 
 Phases are the paper's. *Condition* goes from points to all that a query needs (`read(condition(...))`),
 *update* from that and new points to the same (`read(update(...))`), *query* from there to predictions.
 Peaks are the bytes allocated at the worst moment of a phase beyond what was there before it: the points
-and what earlier phases kept are not counted again, but given apart as *kept*. Everything is measured twice: with fused attention, as
-the library is, and written out, softmax(q k') v with all its scores in memory, as the published code is.
+and what earlier phases kept are not counted again, but given apart as *kept*. Everything is measured
+twice: with fused attention, as the library is, and written out, softmax(q k') v with all its scores in
+memory, as the published code is.
 
 The rule. A size is doubled three times, all else fixed. Let d be the growth of the peak over a doubling:
 differences leave no constant floor. A phase is *constant* if the last doubling added less than one byte a
@@ -202,8 +203,8 @@ def main(measure: Callable[[], Iterator[dict[str, Any]]] = measured) -> None:
     for row in measure():
         rows.append(row)
         shown = "  ".join(f"{p / 1e6:9.3f}" for p in row["peaks"])
-        print(f"{row['model']:6} {row['attention']:12} {row['run']:10} {row['phase']:10}{row['against']} {shown}"
-              f"  {row['verdict']:10}{row['exponent']:6} {row['bytes_a_point']}", flush=True)  # fmt: skip
+        what = "  ".join(row[key] for key in ("model", "attention", "run", "phase", "against"))
+        print(f"{what:45}{shown}  {row['verdict']} {row['exponent']} {row['bytes_a_point']}", flush=True)
     about = provenance(
         0,
         f"uniform random points, {DIM_X} inputs, {DIM_Y} outputs, float32, batch 1, the published widths, "

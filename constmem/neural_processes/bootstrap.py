@@ -18,6 +18,7 @@ from constmem.checks import positive
 from constmem.fold import Chunk
 from constmem.heads import AnyStd, SampleMixture, logmeanexp, normal
 from constmem.initial import keep_variance
+from constmem.memory import Needs
 from constmem.neural_processes.base import M
 from constmem.neural_processes.chunks import joined, mean_of_real
 from constmem.neural_processes.encoders import (
@@ -185,6 +186,14 @@ class BNP(BootstrapProcess[Tensor]):
             dim_x=dim_x, dim_in=2 * dim, dim=dim, dim_y=dim_y, depth=decoder_depth, std=std
         )
 
+    def needs(self, *, learning: bool) -> Needs:
+        """For the data and each version of them: two tokens a point, and a target's decoder."""
+        dim, pre, decoder = (self.config[key] for key in ("dim", "pre_depth", "decoder_depth"))
+        if learning:
+            target = (decoder + 4) * dim
+            return Needs(2 * (pre + 1) * dim + target, target).times(1 + self.num_train_samples)
+        return Needs(7 * dim // 2, 4 * dim).times(1 + self.num_samples)
+
     def _encode(self, x: Tensor, y: Tensor, mask: Tensor | None) -> Float[Tensor, "*b r"]:
         out: Tensor = self.encoder(paired(x, y), mask)
         return out
@@ -248,6 +257,11 @@ class BANP(BootstrapProcess[Attended]):
         self.decoder = PointDecoder(
             dim_x=dim_x, dim_in=2 * dim, dim=dim, dim_y=dim_y, depth=decoder_depth, std=std
         )
+
+    def needs(self, *, learning: bool) -> Needs:
+        """A CANP's, for the data and each version of them."""
+        versions = 1 + (self.num_train_samples if learning else self.num_samples)
+        return self.encoder.needs(self.config, learning=learning).times(versions)
 
     def _encode(self, x: Tensor, y: Tensor, mask: Tensor | None) -> Attended:
         return self.encoder.encode(x, y, mask)

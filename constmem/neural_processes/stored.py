@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from constmem.files import read_tensors, write_tensors
 from constmem.fold import Chunk
+from constmem.memory import require
 from constmem.neural_processes.base import M, NeuralProcess
 from constmem.neural_processes.chunks import joined
 from constmem.neural_processes.states import State
@@ -159,6 +160,8 @@ class StoringProcess(NeuralProcess[StoredPoints, M]):
 
     def _merged(self, chunks: Iterable[Chunk]) -> StoredPoints:
         parts = list(chunks)
+        size = sum(t.nbytes for x, y, _ in parts for t in (x, y))
+        require(size, self.device, f"{type(self).__name__}, which stores a copy of all points,")
         return self._observe(*parts[0], None) if len(parts) == 1 else StoredPoints(*joined(*parts))
 
     def observing_parameters(self) -> list[nn.Parameter]:
@@ -169,5 +172,6 @@ class StoringProcess(NeuralProcess[StoredPoints, M]):
         return self.dim_x, self.dim_y
 
     def _points(self, state: StoredPoints) -> Chunk:
-        """The stored points in the precision of the model."""
+        """The stored points in the precision of the model, unless working them through would not fit."""
+        self._afford(*state.x.shape[:2])
         return state.x.to(self.dtype), state.y.to(self.dtype), state.mask
