@@ -15,8 +15,10 @@ point: no model that keeps or computes anything for every point can do with less
 log2(last d / the d before), *linear* below 1.5 and *quadratic* from there on.
 """
 
+import argparse
 import contextlib
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Iterator
 from math import log2
 from typing import Any
 from unittest import mock
@@ -198,9 +200,14 @@ def measured() -> Iterator[dict[str, Any]]:
                 }  # fmt: skip
 
 
-def main(measure: Callable[[], Iterator[dict[str, Any]]] = measured) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The paper's memory table, measured.")
+    parser.add_argument("--draw", action="store_true", help="only draw the committed rows again")
+    if parser.parse_args().draw:
+        figure(json.loads((RESULTS / "complexity.json").read_text())["rows"])
+        return
     rows = []
-    for row in measure():
+    for row in measured():
         rows.append(row)
         shown = "  ".join(f"{p / 1e6:9.3f}" for p in row["peaks"])
         what = "  ".join(row[key] for key in ("model", "attention", "run", "phase", "against"))
@@ -215,45 +222,57 @@ def main(measure: Callable[[], Iterator[dict[str, Any]]] = measured) -> None:
 
 
 COLOURS = {"tnpd": "#c1121f", "eqtnp": "#e07a00", "lbanp": "#2a7f3f", "cmanp": "#023e8a"}
-LABELS = {"tnpd": "TNP-D", "eqtnp": "EQTNP", "lbanp": "LBANP", "cmanp": "CMANP"}
+GREY = "#9aa4b2"
 
 
 def figure(rows: list[dict[str, Any]]) -> None:
     """Small multiples: condition, query and update against the context, fused above and written out below."""
     plt = pyplot()
-    fig, axes = plt.subplots(2, 3, figsize=(10, 6.2), dpi=150, sharex="row", sharey="row")
+    fig, axes = plt.subplots(2, 3, figsize=(10, 6.4), dpi=150, sharex="row", sharey="row")
     for line, style in zip(axes, SIZES, strict=True):
         for panel, phase in zip(line, ("condition", "query", "update"), strict=True):
-            shown = [r for r in rows if (r["attention"], r["phase"], r["against"]) == (style, phase, "N")]
-            for row in (r for r in shown if r["run"] == "library"):
-                name = row["model"]
-                panel.plot(
-                    row["sizes"],
-                    [p / 1e6 for p in row["peaks"]],
-                    marker="o",
-                    markersize=3,
-                    color=COLOURS.get(name, "#b8c0cc"),
-                    linewidth=1.8 if name in COLOURS else 1.0,
-                    zorder=3 if name in COLOURS else 2,
-                    label=LABELS.get(name, name.upper()),
-                )
-                if name not in COLOURS:
-                    panel.annotate(
-                        name.upper(), (row["sizes"][-1], row["peaks"][-1] / 1e6), fontsize=6, color="#7b8494",
-                        xytext=(4, -2), textcoords="offset points",
-                    )  # fmt: skip
-            panel.set(xscale="log", yscale="log", title=f"{phase}, attention {style}")
-            panel.title.set_fontsize(9)
+            here = style, phase, "N"
+            shown = [r for r in rows if (r["attention"], r["phase"], r["against"]) == here]
+            draw(panel, shown, gap=1.3 if style == "fused" else 1.45)
+            panel.set(xscale="log", yscale="log")
+            panel.set_title(f"{phase}, attention {style}", fontsize=9, loc="left")
+            panel.set_xlim(SIZES[style][0] / 1.2, SIZES[style][-1] * 3.2)
             panel.set_xticks(SIZES[style], [f"{n:,}" for n in SIZES[style]])
             panel.minorticks_off()
             panel.grid(alpha=0.25)
         line[0].set_ylabel("extra peak, MB")
     for panel in axes[-1]:
-        panel.set_xlabel("context points N")
-    handles = {h.get_label(): h for h in axes[0, 0].get_lines() if h.get_label() in LABELS.values()}
-    fig.legend(handles.values(), handles.keys(), loc="upper center", ncol=4, frameon=False, fontsize=9)
-    fig.tight_layout(rect=(0, 0, 1, 0.96))
+        panel.set_xlabel("context points N (dashed, *: as published)")
+    fig.tight_layout()
     print("wrote", save_figure(fig, RESULTS.parents[1] / "docs" / "complexity.png"))
+
+
+def draw(panel: Any, rows: list[dict[str, Any]], gap: float) -> None:
+    """One line a model, its name at the end; names of lines that end together share a place."""
+    ends: dict[float, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda r: r["peaks"][-1]):
+        strong, published = row["model"] in COLOURS, row["run"] == "published"
+        panel.plot(
+            row["sizes"],
+            [p / 1e6 for p in row["peaks"]],
+            "--" if published else "-",
+            marker="o",
+            markersize=3,
+            color=COLOURS.get(row["model"], GREY),
+            linewidth=1.8 if strong else 1.0,
+            zorder=3 if strong else 2,
+        )
+        end = row["peaks"][-1] / 1e6
+        near = next((known for known in ends if end / known < 1.05), end)
+        ends.setdefault(near, []).append(row)
+    lowest = 0.0
+    for end, group in ends.items():
+        lowest = max(end, lowest * gap)  # names do not overlap
+        names = " ".join(r["model"].upper() + "*" * (r["run"] == "published") for r in group)
+        names = names.replace("TNPD", "TNP-D")
+        colour = next((COLOURS[r["model"]] for r in group if r["model"] in COLOURS), "#5f6876")
+        panel.annotate(names, (group[0]["sizes"][-1], lowest), xytext=(6, -2), textcoords="offset points",
+                       fontsize=7, color=colour)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -140,8 +140,8 @@ def _mark(row: dict[str, Any] | None) -> str:
         return "-"
     size = row["bytes_a_point"]
     detail = {
-        "constant": f"{row['peaks'][-1] / MB:.2f} MB",
-        "linear": f"{size:,.0f} B" if size < 1e4 else f"{size / 1e3:,.0f} kB",
+        "constant": f"{row['peaks'][-1] / 1e3:,.0f} kB",
+        "linear": f"{size:,.0f} B",
         "quadratic": f"exponent {row['exponent']}",
     }[row["verdict"]]
     paper = row["paper"]

@@ -216,7 +216,7 @@ class NeuralProcess(Model, Generic[S, M]):
         """Condition and query, for training: the deployed path, but for the checks of values."""
         checks.positive("chunk", chunk)
         self._check(xc, yc, mask, values=False)
-        self._afford(*xc.shape[:2], xt.shape[1])
+        self._afford(xc, xt.shape[1])
         state = self._condition(slices(xc, yc, mask, chunk))
         return self.predict(self.read(state), xt, chunk=chunk)
 
@@ -245,7 +245,7 @@ class NeuralProcess(Model, Generic[S, M]):
                 f"the context is a batch of {xc.shape[0]}, the targets one of {xt.shape[0]}: "
                 "they must be the same"
             )
-        self._afford(*xc.shape[:2], xt.shape[1])
+        self._afford(xc, xt.shape[1])
         return self._loss(cleared(xc, yc, mask_c), cleared(xt, yt, mask_t), generator)
 
     # Inside

@@ -141,14 +141,15 @@ class Model(nn.Module, ABC):
     def _learns(self) -> bool:
         return torch.is_grad_enabled() and any(p.requires_grad for p in self.observing_parameters())
 
-    def _afford(self, batch: int, points: int, targets: int = 0) -> None:
+    def _afford(self, x: Tensor, targets: int = 0) -> None:
         """Refuse what this device has too little memory for, before it dies of it."""
+        batch, points = x.shape[:2]
+        if self.estimated_peak(batch, points, targets, learning=True) < memory.WORTH_ASKING:
+            return  # small inputs pay for nothing more
         learning = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         needed = self.estimated_peak(batch, points, targets, learning=learning)
-        what = (
-            f"{type(self).__name__}, given {points:,} points and {targets:,} targets in a batch of {batch:,},"
-        )
-        memory.require(needed, self.device, what)
+        what = f"{type(self).__name__}, given {points:,} points and {targets:,} targets"
+        memory.require(needed, self.device, f"{what} in a batch of {batch:,},")
 
     def _check(
         self, x: Tensor, y: Tensor, mask: Tensor | None, *, values: bool = True, chunk: int = 4096

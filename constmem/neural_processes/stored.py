@@ -173,5 +173,5 @@ class StoringProcess(NeuralProcess[StoredPoints, M]):
 
     def _points(self, state: StoredPoints) -> Chunk:
         """The stored points in the precision of the model, unless working them through would not fit."""
-        self._afford(*state.x.shape[:2])
+        self._afford(state.x)
         return state.x.to(self.dtype), state.y.to(self.dtype), state.mask
