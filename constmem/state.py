@@ -64,9 +64,9 @@ class AttentionState:
             log_weight: (b, n) natural logarithm of each point's weight.
         """
         checks.heads(q, k, v)
+        if k.shape[-2] == 0:
+            return AttentionState.empty((*k.shape[:-2], q.shape[-2]), v.shape[-1], device=k.device)
         b, heads, n = k.shape[0], k.shape[1:-2], k.shape[-2]
-        if n == 0:
-            return AttentionState.empty((b, *heads, q.shape[-2]), v.shape[-1], device=k.device)
         bias = bias_of(mask, log_weight, k.dtype)
         k, v = (t.reshape(b, -1, n, t.shape[-1]) for t in (k, v))
         value, lse = kernels.attend(q.flatten(0, -3), k, v, bias)
@@ -118,8 +118,8 @@ class AttentionState:
         if n == 0:
             raise ValueError("scan needs at least one point: there is no prefix of nothing")
         bias = bias_of(mask, log_weight, k.dtype)
-        counts = torch.ones(b, n, dtype=torch.int64, device=k.device) if mask is None else mask.long()
-        counts = counts.cumsum(1)
+        ones = torch.ones(b, n, dtype=torch.int64, device=k.device)
+        counts = (ones if mask is None else mask.long()).cumsum(1)
         paired, carry = accumulator(k.device) == torch.float32, None
         if initial is not None:
             initial._require_shape((b, *heads, q.shape[-2], v.shape[-1]), k.device)
@@ -176,8 +176,8 @@ class AttentionState:
                 "the points to keep, or allow a larger max_share"
             )
         value, lse = algebra.remove(self.value, self.lse, other.value, torch.where(gone, 0.0, share))
-        value, lse = value.masked_fill(gone[..., None], 0.0), lse.masked_fill(gone, EMPTY)
-        return AttentionState(value, lse, left, self.fingerprint)
+        left_over = value.masked_fill(gone[..., None], 0.0), lse.masked_fill(gone, EMPTY)
+        return AttentionState(*left_over, left, self.fingerprint)
 
     def decay(self, log_weight: float | Tensor) -> "AttentionState":
         """Multiply the weight of every point seen by exp(log_weight): negative forgets.

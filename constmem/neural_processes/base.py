@@ -185,10 +185,8 @@ class NeuralProcess(Model, Generic[S, M]):
         checks.positive("chunk", chunk)
         checks.points("xt", xt, self.dim_x, device=self.device)
         if xt.shape[0] != (batch := _batch(memory)):
-            raise ValueError(
-                f"xt is a batch of {xt.shape[0]}, but the state one of {batch}: "
-                "they must be the same (expand one of them)"
-            )
+            here = f"xt is a batch of {xt.shape[0]}, but the state one of {batch}"
+            raise ValueError(f"{here}: they must be the same (expand one of them)")
         m = xt.shape[1]
         if m <= chunk:
             return self.distribution(*self.decode(memory, xt))
@@ -241,10 +239,8 @@ class NeuralProcess(Model, Generic[S, M]):
         for x, y, mask in ((xc, yc, mask_c), (xt, yt, mask_t)):
             self._check(x, y, mask, values=False)
         if xc.shape[0] != xt.shape[0]:
-            raise ValueError(
-                f"the context is a batch of {xc.shape[0]}, the targets one of {xt.shape[0]}: "
-                "they must be the same"
-            )
+            here = f"the context is a batch of {xc.shape[0]}, the targets one of {xt.shape[0]}"
+            raise ValueError(f"{here}: they must be the same")
         self._afford(xc, xt.shape[1])
         return self._loss(cleared(xc, yc, mask_c), cleared(xt, yt, mask_t), generator)
 

@@ -179,9 +179,8 @@ class BNP(BootstrapProcess[Tensor]):
         config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         own = {"num_samples": num_samples, "num_train_samples": num_train_samples, "seed": seed}
         super().__init__(dim_x=dim_x, dim_y=dim_y, dim=dim, config=config, **own)
-        self.encoder = PoolingPair(
-            dim_x=dim_x, dim_y=dim_y, dim=dim, outs=(dim, dim), pre_depth=pre_depth, post_depth=post_depth
-        )
+        depths = {"pre_depth": pre_depth, "post_depth": post_depth}
+        self.encoder = PoolingPair(dim_x=dim_x, dim_y=dim_y, dim=dim, outs=(dim, dim), **depths)
         self.decoder = PointDecoder(
             dim_x=dim_x, dim_in=2 * dim, dim=dim, dim_y=dim_y, depth=decoder_depth, std=std
         )
@@ -195,8 +194,7 @@ class BNP(BootstrapProcess[Tensor]):
         return Needs(7 * dim // 2, 4 * dim).times(1 + self.num_samples)
 
     def _encode(self, x: Tensor, y: Tensor, mask: Tensor | None) -> Float[Tensor, "*b r"]:
-        out: Tensor = self.encoder(paired(x, y), mask)
-        return out
+        return self.encoder(paired(x, y), mask)  # type: ignore[no-any-return]
 
     def _represent(self, memory: Float[Tensor, "*b r"], xt: Tensor) -> Float[Tensor, "*b 1 r"]:  # noqa: ARG002
         return memory[..., None, :]
@@ -289,8 +287,7 @@ def drawn(
     """Indices of points drawn with replacement from the real ones, which come first."""
     b, n = x.shape[:2]
     count = torch.full((b,), n, device=x.device) if mask is None else mask.sum(-1)
-    count = count[:, None, None]
-    indices = (uniforms * count).long()
+    indices = (uniforms * (count := count[:, None, None])).long()
     return torch.minimum(indices, count - 1).clamp_min(0)
 
 
