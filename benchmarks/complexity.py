@@ -35,7 +35,7 @@ from constmem.plots import pyplot, save_figure
 CHUNK = 128  # points handled at once
 FIXED = 64  # the sizes that do not vary
 SIZES = {"fused": (512, 1024, 2048, 4096), "written out": (256, 512, 1024, 2048)}
-SAMPLES = 2  # of the latent, and of the bootstrap: the published 50 take 25 times as much of everything
+SAMPLES = 2  # of the latent, and of the bootstrap, instead of the published 50
 DIM_X, DIM_Y = 2, 3
 PHASES = (("condition", "N"), ("query", "N"), ("query", "M"), ("update", "N"), ("update", "D"))
 KEPT = ("kept", "N")
