@@ -1,4 +1,4 @@
-"""Writes the measured tables of README.md and docs/idea.md from the committed rows.
+"""Writes the measured tables of README.md, docs/idea.md and docs/memory.md from the committed rows.
 
 python benchmarks/tables.py            # rewrite them
 python benchmarks/tables.py --check    # exit 1 where they differ
@@ -109,6 +109,46 @@ def reproduction() -> str:
     return "\n".join(lines)
 
 
+NAMES = {"tnpd": "TNP-D"}
+COLUMNS = (
+    ("condition", "N"),
+    ("query", "N"),
+    ("query", "M"),
+    ("update", "N"),
+    ("update", "D"),
+    ("kept", "N"),
+)
+
+
+def complexity(style: str) -> str:
+    """The paper's memory table as measured with one style of attention."""
+    found = [r for r in rows("complexity") if r["attention"] == style]
+    lines = [
+        "| | condition, N | query, N | query, M | update, N | update, D | kept, N |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for model, run in dict.fromkeys((r["model"], r["run"]) for r in found):
+        own = {(r["phase"], r["against"]): r for r in found if (r["model"], r["run"]) == (model, run)}
+        name = NAMES.get(model, model.upper()) + (" as published" if run == "published" else "")
+        lines.append(f"| {name} | {' | '.join(_mark(own.get(column)) for column in COLUMNS)} |")
+    return "\n".join(lines)
+
+
+def _mark(row: dict[str, Any] | None) -> str:
+    """Constant, linear with its bytes a point, or quadratic with its exponent; and the paper's mark."""
+    if row is None:
+        return "-"
+    size = row["bytes_a_point"]
+    detail = {
+        "constant": f"{row['peaks'][-1] / 1e3:,.0f} kB",
+        "linear": f"{size:,.0f} B",
+        "quadratic": f"exponent {row['exponent']}",
+    }[row["verdict"]]
+    paper = row["paper"]
+    judged = "" if paper is None else " ✓" if paper == row["verdict"] else f"; **paper: {paper}**"
+    return f"{row['verdict']} ({detail}){judged}"
+
+
 def place(path: Path, name: str, table: str) -> str:
     """The text of a file with a table between its two marks."""
     before, _, rest = path.read_text().partition(f"<!-- {name} -->")
@@ -124,6 +164,8 @@ def main() -> None:
         (ROOT / "README.md", "measured", measured),
         (ROOT / "README.md", "reproduction", reproduction),
         (ROOT / "docs" / "idea.md", "numbers", numbers),
+        (ROOT / "docs" / "memory.md", "fused", lambda: complexity("fused")),
+        (ROOT / "docs" / "memory.md", "written out", lambda: complexity("written out")),
     ):
         text = place(path, name, table())
         if check and text != path.read_text():

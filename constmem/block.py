@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from constmem.algebra import bias_of
 from constmem.attention import (
     CrossAttention,
     FeedForward,
@@ -28,7 +29,7 @@ from constmem.checks import positive
 from constmem.embed import MLP
 from constmem.initial import keep_variance
 from constmem.kernels import native
-from constmem.state import AttentionState, bias_of
+from constmem.state import AttentionState
 
 
 class Prepared(NamedTuple):

@@ -68,3 +68,13 @@ def positive(name: str, number: int) -> None:
     """Refuse a size that is not a whole number of at least one."""
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, not {number!r}")
+
+
+def heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse queries, keys and values that do not have the same axes of heads, at least one."""
+    if q.ndim < 3 or k.ndim != q.ndim + 1 or v.ndim != k.ndim:
+        raise ValueError(
+            f"q, k and v have shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}, but "
+            "(*heads, slots, channels) and twice (batch, *heads, points, channels) are needed, with at least "
+            "one axis of heads: for a single head use q[None], k[:, None] and v[:, None]"
+        )

@@ -123,7 +123,7 @@ def main() -> None:
     """Run a command; known errors become one clear line, with exit code 2."""
     try:
         app()
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, MemoryError) as error:
         print(f"constmem: {error}", file=sys.stderr)
         sys.exit(2)
     except RuntimeError as error:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from constmem import kernels
-from constmem.state import AttentionState, bias_of
+from constmem.algebra import bias_of
+from constmem.state import AttentionState
 
 Chunk = tuple[Tensor, Tensor, Tensor | None]  # x, y, mask
 

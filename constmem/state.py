@@ -1,16 +1,7 @@
-"""`AttentionState` and its algebra: observe, merge, remove, empty, decay, scan.
-
-The softmax of fixed queries over a set of keys is kept as two tensors: the `value` it gives, and
-the logarithm `lse` of its normaliser. Two sets need not meet to be joined:
-
-    lse   = log(exp(lse_a) + exp(lse_b))
-    value = value_a + (value_b - value_a) * exp(lse_b - lse)
-
-This is a commutative monoid. Its identity, the state of nothing, has value 0 and lse `EMPTY`: a
-finite number far below any score, so that no formula here ever meets infinity minus infinity.
-"""
+"""`AttentionState` and its verbs: observe, merge, remove, empty, decay, scan (formulas: `algebra`)."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import ClassVar
@@ -19,74 +10,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from constmem import kernels
+from constmem import algebra, checks, kernels
+from constmem.algebra import EMPTY, accumulator, bias_of, is_nothing, settle
 from constmem.files import read_tensors, write_tensors
-from constmem.kernels import native, reference
 
-EMPTY = -(2.0**100)  # about -1e30, and the same number in float64, float32 and bfloat16
-KIND, VERSION = "constmem.state", 1
-
-
-def bias_of(
-    mask: Tensor | None, log_weight: Tensor | None, dtype: torch.dtype
-) -> Float[Tensor, "*b n"] | None:
-    """What is added to the scores of each point: its log-weight, or `EMPTY` where it is masked out."""
-    if mask is None:
-        return None if log_weight is None else log_weight.clamp_min(EMPTY)
-    dtype = torch.promote_types(dtype, torch.float32)  # float16 has no number as low as EMPTY
-    weight = torch.zeros((), dtype=dtype, device=mask.device) if log_weight is None else log_weight
-    return torch.where(mask, weight.clamp_min(EMPTY), EMPTY)
-
-
-def is_nothing(lse: Tensor) -> Tensor:
-    """True where a log-normaliser says that nothing was seen."""
-    return lse <= EMPTY / 2
-
-
-def settle(
-    value: Float[Tensor, "*h s c"], lse: Float[Tensor, "*h s"]
-) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]]:
-    """Make exact identities of slots that only met masked points, so that masking is leaving out."""
-    nothing = is_nothing(lse)
-    return value.masked_fill(nothing[..., None], 0.0), lse.masked_fill(nothing, EMPTY)
-
-
-def merge(
-    value: Float[Tensor, "*h s c"],
-    lse: Float[Tensor, "*h s"],
-    other_value: Float[Tensor, "*#h s c"],
-    other_lse: Float[Tensor, "*#h s"],
-) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]]:
-    """The state of the union of two disjoint sets; accurate to the dtype's last digits."""
-    if native.merges(value, lse, other_value, other_lse):
-        return native.merge(value, lse, other_value, other_lse)
-    share = torch.sigmoid(other_lse - lse)
-    return torch.lerp(value, other_value, share[..., None]), torch.logaddexp(lse, other_lse)
-
-
-def remove(
-    value: Float[Tensor, "*h s c"],
-    lse: Float[Tensor, "*h s"],
-    other_value: Float[Tensor, "*h s c"],
-    share: Float[Tensor, "*h s"],
-) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]]:
-    """Undo `merge` with a part that holds `share` of the normaliser; loses digits as it nears 1."""
-    grow = share / (1 - share)
-    return value + (value - other_value) * grow[..., None], lse + torch.log1p(-share)
-
-
-def _add(high: Tensor, low: Tensor, increment: Tensor) -> tuple[Tensor, Tensor]:
-    """(high + low) + increment as an unevaluated sum of two numbers, without losing the small one."""
-    total = high + increment
-    kept = total - high
-    error = (high - (total - kept)) + (increment - kept) + low
-    renewed = total + error
-    return renewed, error - (renewed - total)
-
-
-def accumulator(device: torch.device) -> torch.dtype:
-    """The dtype states are accumulated in: float64, or pairs of float32 where a device has none."""
-    return torch.float32 if device.type == "mps" else torch.float64
+VERSION = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +38,8 @@ class AttentionState:
     """
 
     AXES: ClassVar[str] = "(depth, heads, slots, channels)"
+    KIND: ClassVar[str] = "constmem.state"
+    WEIGHTED: ClassVar[bool] = True
 
     value: Float[Tensor, "b *h s c"]
     lse: Float[Tensor, "b *h s"]
@@ -133,9 +63,10 @@ class AttentionState:
             mask: (b, n) True = real.
             log_weight: (b, n) natural logarithm of each point's weight.
         """
+        checks.heads(q, k, v)
+        if k.shape[-2] == 0:
+            return AttentionState.empty((*k.shape[:-2], q.shape[-2]), v.shape[-1], device=k.device)
         b, heads, n = k.shape[0], k.shape[1:-2], k.shape[-2]
-        if n == 0:
-            return AttentionState.empty((b, *heads, q.shape[-2]), v.shape[-1], device=k.device)
         bias = bias_of(mask, log_weight, k.dtype)
         k, v = (t.reshape(b, -1, n, t.shape[-1]) for t in (k, v))
         value, lse = kernels.attend(q.flatten(0, -3), k, v, bias)
@@ -180,34 +111,25 @@ class AttentionState:
     ) -> "AttentionState":
         """The states of all prefixes: entry i of axis 1 has seen `initial` and points 0 to i.
 
-        Prefixes inside a chunk are masked softmaxes; the chunks before arrive as one carried state.
         Nothing is subtracted from a running maximum of the future, so drifting scores do no harm.
         """
+        checks.heads(q, k, v)
         b, heads, n = k.shape[0], k.shape[1:-2], k.shape[-2]
         if n == 0:
             raise ValueError("scan needs at least one point: there is no prefix of nothing")
-        q, bias = q.flatten(0, -3), bias_of(mask, log_weight, k.dtype)
-        k, v = (t.reshape(b, -1, n, t.shape[-1]) for t in (k, v))
-        dtype = accumulator(k.device)
-        counts = torch.ones(b, n, dtype=torch.int64, device=k.device) if mask is None else mask.long()
-        counts = counts.cumsum(1)
-        carry = None
+        bias = bias_of(mask, log_weight, k.dtype)
+        ones = torch.ones(b, n, dtype=torch.int64, device=k.device)
+        counts = (ones if mask is None else mask.long()).cumsum(1)
+        paired, carry = accumulator(k.device) == torch.float32, None
         if initial is not None:
+            initial._require_shape((b, *heads, q.shape[-2], v.shape[-1]), k.device)
+            paired = paired or initial.low is not None
+            initial = initial.to(dtype=torch.float32 if paired else torch.float64)
             counts = counts + initial.count[:, None]
-            carry = initial.value.flatten(1, -3)[:, None], initial.lse.flatten(1, -2)[:, None]
-        parts: list[tuple[Tensor, Tensor]] = []
-        for start in range(0, n, chunk):
-            here = slice(start, start + chunk)
-            seen = None if bias is None else bias[:, here]
-            value, lse = _prefixes(q, k[:, :, here], v[:, :, here], seen)
-            part = value.to(dtype), lse.to(dtype)
-            parts.append(part if carry is None else merge(*part, *carry))
-            carry = parts[-1][0][:, -1:], parts[-1][1][:, -1:]
-        value = torch.cat([value for value, _ in parts], 1)
-        lse = torch.cat([lse for _, lse in parts], 1)
-        return AttentionState(
-            value.reshape(b, n, *heads, *value.shape[-2:]), lse.reshape(b, n, *heads, -1), counts
-        )
+            carry = tuple(t.flatten(1, len(heads))[:, None] for t in initial._tensors)
+        k, v = (t.reshape(b, -1, n, t.shape[-1]) for t in (k, v))
+        scanned = algebra.scan(q.flatten(0, -3), k, v, bias, carry, chunk=chunk, paired=paired)
+        return _made((t.unflatten(2, heads) for t in scanned), counts)
 
     def merge(self, other: "AttentionState") -> "AttentionState":
         """The state of both sets of points together; associative and commutative, `empty` its identity."""
@@ -218,26 +140,13 @@ class AttentionState:
         count = self.count + other.count
         fingerprint = self.fingerprint or other.fingerprint
         if self.low is None or other.low is None:
-            value, lse = merge(self.value, self.lse, other.value, other.lse)
-            return AttentionState(value, lse, count, fingerprint)
-        mine = self.lse >= other.lse  # the larger part stays, the smaller is added to it as an increment
-        a_lse, b_lse = (
-            torch.where(mine, self.lse, other.lse),
-            torch.where(mine, other.lse, self.lse),
-        )
-        pick = mine[..., None]
-        a, b = (
-            torch.where(pick, self.value, other.value),
-            torch.where(pick, other.value, self.value),
-        )
-        (u, u_lse), (w, w_lse) = self.low, other.low
-        a_low, b_low = torch.where(pick, u, w), torch.where(pick, w, u)
-        a_lse_low, b_lse_low = torch.where(mine, u_lse, w_lse), torch.where(mine, w_lse, u_lse)
-        gap = (b_lse - a_lse) + (b_lse_low - a_lse_low)
-        step = torch.sigmoid(gap)[..., None] * ((b - a) + (b_low - a_low))
-        lse, lse_low = _add(a_lse, a_lse_low, torch.log1p(gap.exp()))
-        value, value_low = _add(a, a_low, step)
-        return AttentionState(value, lse, count, fingerprint, (value_low, lse_low))
+            return _made(algebra.merge(self.value, self.lse, other.value, other.lse), count, fingerprint)
+        return _made(algebra.merge_pairs(*self._tensors, *other._tensors), count, fingerprint)
+
+    @property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        """Value and lse and, where they are pairs, what float32 could not hold of them."""
+        return self.value, self.lse, *(self.low or ())
 
     def remove(self, other: "AttentionState", *, max_share: float = 0.999) -> "AttentionState":
         """The state without points it has seen: undoes `merge` with `other`.
@@ -266,9 +175,9 @@ class AttentionState:
                 f"max_share={max_share}: what would remain cancels to rounding error; condition again on "
                 "the points to keep, or allow a larger max_share"
             )
-        value, lse = remove(self.value, self.lse, other.value, torch.where(gone, 0.0, share))
-        value, lse = value.masked_fill(gone[..., None], 0.0), lse.masked_fill(gone, EMPTY)
-        return AttentionState(value, lse, left, self.fingerprint)
+        value, lse = algebra.remove(self.value, self.lse, other.value, torch.where(gone, 0.0, share))
+        left_over = value.masked_fill(gone[..., None], 0.0), lse.masked_fill(gone, EMPTY)
+        return AttentionState(*left_over, left, self.fingerprint)
 
     def decay(self, log_weight: float | Tensor) -> "AttentionState":
         """Multiply the weight of every point seen by exp(log_weight): negative forgets.
@@ -283,7 +192,7 @@ class AttentionState:
             raise ValueError(f"log_weight must be finite, not {log_weight}: use empty to forget all")
         if self.low is None:
             return replace(self, lse=torch.where(is_nothing(self.lse), EMPTY, self.lse + shift))
-        lse, lse_low = _add(self.lse, self.low[1], shift)
+        lse, lse_low = algebra.add(self.lse, self.low[1], shift)
         return replace(self, lse=lse, low=(self.low[0], lse_low))
 
     def to(
@@ -294,25 +203,18 @@ class AttentionState:
         dtype = dtype or accumulator(target)
         if dtype not in (torch.float64, torch.float32):
             raise ValueError(f"a state is accumulated in float64 or paired float32, not in {dtype}")
-        value, lse = self.value, self.lse
+        tensors = self._tensors
         if self.low is not None and dtype == torch.float64:
-            low = [t.to("cpu").double() for t in (value, lse, *self.low)]
-            value, lse = low[0] + low[2], low[1] + low[3]
-        lows = self.low
-        if dtype == torch.float32 and lows is None:
-            lows = (value - value.float()).float(), (lse - lse.float()).float()
-        return AttentionState(
-            value.to(dtype).to(target),
-            lse.to(dtype).to(target),
-            self.count.to(target),
-            self.fingerprint,
-            None if dtype == torch.float64 or lows is None else (lows[0].to(target), lows[1].to(target)),
-        )
+            value, lse, value_low, lse_low = (t.to("cpu").double() for t in tensors)
+            tensors = value + value_low, lse + lse_low
+        elif self.low is None and dtype == torch.float32:
+            tensors = algebra.pairs(*tensors)
+        moved = (t.to(dtype).to(target) for t in tensors)
+        return _made(moved, self.count.to(target), self.fingerprint)
 
     def detach(self) -> "AttentionState":
         """The same state cut off from the graph that computed it."""
-        low = self.low and (self.low[0].detach(), self.low[1].detach())
-        return replace(self, value=self.value.detach(), lse=self.lse.detach(), low=low)
+        return _made((t.detach() for t in self._tensors), self.count, self.fingerprint)
 
     def signed(self, fingerprint: str) -> "AttentionState":
         """The same state with the name of the weights that made it."""
@@ -336,37 +238,45 @@ class AttentionState:
     @property
     def nbytes(self) -> int:
         """Bytes remembered: the same whatever the number of points seen."""
-        return sum(t.nbytes for t in (self.value, self.lse, self.count, *(self.low or ())))
+        return self.count.nbytes + sum(t.nbytes for t in self._tensors)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All it is made of, by name."""
+        names = "value", "lse", "value_low", "lse_low"
+        return {**dict(zip(names, self._tensors, strict=False)), "count": self.count}
+
+    @staticmethod
+    def of_tensors(tensors: dict[str, Tensor], fingerprint: str | None = None) -> "AttentionState":
+        """The state made of these."""
+        missing = {"value", "lse", "count"} - tensors.keys()
+        if missing or tensors["value"].shape[:-1] != tensors["lse"].shape:
+            what = f"lacks {sorted(missing)}" if missing else "holds a value and an lse that do not fit"
+            raise ValueError(what)
+        low = (tensors["value_low"], tensors["lse_low"]) if "value_low" in tensors else None
+        return AttentionState(tensors["value"], tensors["lse"], tensors["count"], fingerprint, low)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state, atomically, as a safetensors file with a versioned header."""
-        tensors = {"value": self.value, "lse": self.lse, "count": self.count}
-        if self.low is not None:
-            tensors |= {"value_low": self.low[0], "lse_low": self.low[1]}
-        header = {"format": KIND, "version": str(VERSION), "fingerprint": self.fingerprint or ""}
-        write_tensors(path, tensors, header)
+        header = {"format": self.KIND, "version": str(VERSION), "fingerprint": self.fingerprint or ""}
+        write_tensors(path, self.tensors(), header)
 
     @staticmethod
     def load(path: str | os.PathLike[str], device: torch.device | str | None = None) -> "AttentionState":
         """Read a state that `save` wrote."""
-        tensors, header = read_tensors(path, kind=KIND, version=VERSION)
-        missing = {"value", "lse", "count"} - tensors.keys()
-        if missing or tensors["value"].shape[:-1] != tensors["lse"].shape:
-            what = f"lacks {sorted(missing)}" if missing else "holds a value and an lse that do not fit"
-            raise ValueError(f"{path} is damaged: it {what}; save the state again")
-        low = (tensors["value_low"], tensors["lse_low"]) if "value_low" in tensors else None
-        state = AttentionState(
-            tensors["value"], tensors["lse"], tensors["count"], header["fingerprint"] or None, low
-        )
+        tensors, header = read_tensors(path, kind=AttentionState.KIND, version=VERSION)
+        try:
+            state = AttentionState.of_tensors(tensors, header["fingerprint"] or None)
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: it {error}; save the state again") from error
         return state if device is None else state.to(device)
 
     def _require_like(self, other: "AttentionState", verb: str) -> None:
         """Refuse states that cannot belong to the same model."""
         mine, theirs = self.value, other.value
         if mine.shape != theirs.shape or mine.device != theirs.device or mine.dtype != theirs.dtype:
+            here, there = (f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (mine, theirs))
             raise ValueError(
-                f"cannot {verb} states that differ: {tuple(mine.shape)} {mine.dtype} on {mine.device} and "
-                f"{tuple(theirs.shape)} {theirs.dtype} on {theirs.device}; both must come from the same "
+                f"cannot {verb} states that differ: {here} and {there}; both must come from the same "
                 "model and batch, in one precision on one device (state.to moves one)"
             )
         if None not in (self.fingerprint, other.fingerprint) and self.fingerprint != other.fingerprint:
@@ -375,19 +285,16 @@ class AttentionState:
                 f"{other.fingerprint}): observe the data again with one model"
             )
 
+    def _require_shape(self, shape: tuple[int, ...], device: torch.device) -> None:
+        """Refuse to go on from the state of other slots, another batch or another device."""
+        if self.value.shape != shape or self.device != device:
+            raise ValueError(
+                f"cannot scan from a state of {tuple(self.value.shape)} on {self.device}: these points give "
+                f"states of {shape} on {device}; both must come from the same model and batch, on one device"
+            )
 
-def _prefixes(
-    q: Float[Tensor, "h s c"],
-    k: Float[Tensor, "b h t c"],
-    v: Float[Tensor, "b h t c"],
-    bias: Float[Tensor, "b t"] | None,
-) -> tuple[Float[Tensor, "b t h s c"], Float[Tensor, "b t h s"]]:
-    """Softmaxes over every prefix of a few points, by masking."""
-    logits = reference.scores(q, k, bias)  # (b, h, s, t)
-    t = logits.shape[-1]
-    past = torch.ones(t, t, dtype=torch.bool, device=logits.device).tril()
-    logits = torch.where(past, logits[..., None, :], EMPTY)  # (b, h, s, t, t)
-    lse = logits.logsumexp(-1)
-    value = (logits - lse[..., None]).exp() @ v[:, :, None].to(logits.dtype)  # (b, h, s, t, c)
-    value, lse = settle(value, lse)
-    return value.permute(0, 3, 1, 2, 4), lse.permute(0, 3, 1, 2)
+
+def _made(tensors: Iterable[Tensor], count: Tensor, fingerprint: str | None = None) -> AttentionState:
+    """A state of what `AttentionState._tensors` gives."""
+    value, lse, *low = tensors
+    return AttentionState(value, lse, count, fingerprint, (low[0], low[1]) if low else None)

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import reduce
 from math import ceil, log
 from typing import Any
@@ -15,10 +15,9 @@ from torch.distributions import Distribution
 
 from constmem import checks
 from constmem.files import read_tensors, write_tensors
-from constmem.neural_processes import NeuralProcess
-from constmem.state import AttentionState
+from constmem.neural_processes import NeuralProcess, State
 
-KIND, VERSION = "constmem.stream", 1
+KIND, VERSION = "constmem.stream", 2
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,8 @@ class Stream:
     """A model that is shown points as they come and asked for predictions in between.
 
     Nothing is kept but the state; reading it, the costly half of a query, waits until somebody asks
-    and is remembered until the next observation. No gradients are recorded.
+    and is remembered until the next observation. No gradients are recorded. A model whose state is the
+    stored points streams too: what it holds grows with all it is shown, unless a window slides over it.
 
     Args:
         model: a trained model.
@@ -87,12 +87,19 @@ class Stream:
         torch.Size([1, 5, 1])
     """
 
-    def __init__(self, model: NeuralProcess, *, batch: int = 1, forget: Decay | Window | None = None) -> None:
+    def __init__(
+        self, model: NeuralProcess[Any, Any], *, batch: int = 1, forget: Decay | Window | None = None
+    ) -> None:
         checks.positive("batch", batch)
+        if isinstance(forget, Decay) and not model.state_type.WEIGHTED:
+            raise ValueError(
+                f"{type(model).__name__} cannot forget by {forget}: it stores its points, and all count "
+                "alike; use forget=Window(points=...), or a model of constant memory"
+            )
         self.model, self.forget = model, forget
-        self._parts = [model.empty(batch)]  # oldest first; more than one only for a Window
+        self._parts: list[State] = [model.empty(batch)]  # oldest first; several only for a Window
         self._filled = 0  # points in the newest bucket
-        self._memory: Tensor | None = None
+        self._memory: Any = None  # what the model's `read` gave
 
     def observe(
         self,
@@ -130,14 +137,14 @@ class Stream:
             return self.model.predict(self._memory, xt, chunk=chunk)
 
     @property
-    def state(self) -> AttentionState:
-        """The state of all that is remembered."""
-        return reduce(AttentionState.merge, self._parts)
+    def state(self) -> Any:
+        """The state of all that is remembered, of the model's own kind."""
+        return reduce(lambda state, part: state.merge(part), self._parts)
 
     @property
     def count(self) -> Int[Tensor, " b"]:
         """How many points are remembered (all that were observed, unless a window slides)."""
-        return self.state.count
+        return torch.stack([part.count for part in self._parts]).sum(0)
 
     @property
     def nbytes(self) -> int:
@@ -146,57 +153,66 @@ class Stream:
 
     def fork(self) -> "Stream":
         """An independent stream that goes on from here; states are shared, since they never change."""
-        other = Stream(self.model, batch=self._parts[0].value.shape[0], forget=self.forget)
+        other = Stream(self.model, batch=self._parts[0].batch, forget=self.forget)
         other._parts, other._filled, other._memory = self._parts, self._filled, self._memory
         return other
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the stream (without its model), atomically, as one safetensors file."""
         forget = self.forget and {"kind": type(self.forget).__name__, **asdict(self.forget)}
+        shell = {"forget": forget, "filled": self._filled, "parts": len(self._parts)}
         header = {
             "format": KIND,
             "version": str(VERSION),
-            "fingerprint": self.model.fingerprint(),
-            "shell": json.dumps({"forget": forget, "filled": self._filled}),
+            "state": self.model.state_type.KIND,
+            "fingerprint": _fingerprint(self.model),
+            "shell": json.dumps(shell),
         }
-        parts = [part.to(dtype=torch.float64) for part in self._parts]
         tensors = {
-            "value": torch.stack([part.value for part in parts]),
-            "lse": torch.stack([part.lse for part in parts]),
-            "count": torch.stack([part.count for part in parts]),
+            f"{number}.{name}": tensor
+            for number, part in enumerate(self._parts)
+            for name, tensor in part.tensors().items()
         }
         write_tensors(path, tensors, header)
 
     @staticmethod
-    def load(path: str | os.PathLike[str], model: NeuralProcess) -> "Stream":
-        """A stream that `save` wrote, with the model it ran on."""
+    def load(path: str | os.PathLike[str], model: NeuralProcess[Any, Any]) -> "Stream":
+        """A stream that `save` wrote, with the model it ran on.
+
+        Stored points depend on no weights: any model that stores points of these channels may go on.
+        """
         tensors, header = read_tensors(path, kind=KIND, version=VERSION)
-        if header["fingerprint"] != model.fingerprint():
+        if (found := header.get("state")) != model.state_type.KIND:
             raise ValueError(
-                f"{path} was written by other weights (fingerprint {header['fingerprint']}, this model "
-                f"{model.fingerprint()}): load the model it ran on"
+                f"{path} remembers a {found!r}, but {type(model).__name__} a {model.state_type.KIND!r}: "
+                "load the model it ran on"
+            )
+        fingerprint = header.get("fingerprint") or None
+        if (fingerprint or "") != (own := _fingerprint(model)):
+            raise ValueError(
+                f"{path} was written by other weights (fingerprint {fingerprint}, this model {own}): "
+                "load the model it ran on"
             )
         try:
             shell = json.loads(header["shell"])
-            kinds: dict[str, Any] = {"Decay": Decay, "Window": Window}
-            settings = shell["forget"] or {}
-            forget = kinds[settings.pop("kind")](**settings) if settings else None
-            batch = [tensors[name] for name in ("value", "lse", "count")][-1].shape[1]
-        except (KeyError, TypeError, ValueError) as error:
+            forget, filled = _forget(shell["forget"]), int(shell["filled"])
+            parts = [
+                model.state_type.of_tensors(_named(tensors, f"{i}."), fingerprint)
+                for i in range(shell["parts"])
+            ]
+            stream = Stream(model, batch=parts[0].batch, forget=forget)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is damaged: {error!r}; save the stream again") from error
-        stream = Stream(model, batch=batch, forget=forget)
-        stream._parts = [
-            AttentionState(value, lse, count, header["fingerprint"]).to(model.device)
-            for value, lse, count in zip(*(tensors[n] for n in ("value", "lse", "count")), strict=True)
-        ]
-        stream._filled = shell["filled"]
+        stream._parts = [part.to(model.device) for part in parts]
+        for part in stream._parts:
+            model._require_own(part)
+        stream._filled = filled
         return stream
 
-    def _remembered(
-        self, state: AttentionState, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int
-    ) -> AttentionState:
+    def _remembered(self, state: Any, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> State:
         if self.forget is None:
-            return self.model.update(state, x, y, mask=mask, chunk=chunk)
+            updated: State = self.model.update(state, x, y, mask=mask, chunk=chunk)
+            return updated
         assert isinstance(self.forget, Decay)
         self.model._check(x, y, mask)
         for start in range(0, x.shape[1], chunk):
@@ -212,7 +228,8 @@ class Stream:
                 log_weight=(-self.forget.rate * steps).expand(xs.shape[0], -1),
             )
             state = state.decay(-self.forget.rate * xs.shape[1]).merge(part)
-        return replace(state, fingerprint=self.model.fingerprint())
+        decayed: State = state.signed(self.model.fingerprint())
+        return decayed
 
     def _pieces(self, n: int) -> Iterator[tuple[int, int, int]]:
         """Cut n points at the edges of buckets: (start, stop, points in the bucket after it)."""
@@ -223,3 +240,20 @@ class Stream:
             filled = (filled + stop - start) % self.forget.bucket
             yield start, stop, filled
             start = stop
+
+
+def _fingerprint(model: NeuralProcess[Any, Any]) -> str:
+    """The weights a stream depends on: none where the state is the points themselves."""
+    return model.fingerprint() if model.observing_parameters() else ""
+
+
+def _forget(settings: dict[str, Any] | None) -> Decay | Window | None:
+    kinds: dict[str, Any] = {"Decay": Decay, "Window": Window}
+    if not settings:
+        return None
+    forget: Decay | Window = kinds[settings.pop("kind")](**settings)
+    return forget
+
+
+def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

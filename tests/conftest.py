@@ -11,7 +11,8 @@ import torch
 from hypothesis import settings
 from jaxtyping import TypeCheckError
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks are not installed
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]  # which are not installed
 
 torch.set_num_threads(1)
 settings.register_profile("constmem", deadline=None, max_examples=25, derandomize=True, database=None)

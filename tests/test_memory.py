@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import memray
 import pytest
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.literal import Literal
-from constmem import CMANP, Stream, Window
+from constmem import CMANP, Stream, Window, memory
 from constmem.heads import normal
+from constmem.neural_processes import MODELS
 
 MB = 2**20
 FEW, MANY = 20_000, 200_000
@@ -151,3 +153,81 @@ def test_training_on_a_stream_keeps_the_points_alone(peak: Peak, model: CMANP) -
 
     few, many = peak(lambda: step(2000)), peak(lambda: step(50_000))
     assert many - few < 48_000 * 12 + 2 * MB
+
+
+# Models that store their points ask before they need more than there is
+
+STORING = ("tnpd", "eqtnp", "lbanp", "canp", "anp", "bnp", "banp")
+
+
+def storing(name: str) -> Any:
+    sizes = {"hidden": 48} if name in ("tnpd", "eqtnp", "lbanp") else {}
+    samples = {"num_samples": 3} if name in ("anp", "bnp", "banp") else {}
+    return MODELS[name](dim_x=2, dim_y=1, dim=32, **sizes, **samples)
+
+
+@pytest.mark.parametrize("name", STORING)
+@pytest.mark.parametrize("learning", [False, True])
+def test_estimated_peaks_are_right_within_a_factor_of_two(peak: Peak, name: str, learning: bool) -> None:
+    model, n, m = storing(name), 800, 200
+    x, y, xt, yt = (torch.rand(2, k, d) for k, d in ((n, 2), (n, 1), (m, 2), (m, 1)))
+
+    def work() -> None:
+        if learning:
+            model.loss(x, y, xt, yt).backward()
+        else:
+            with torch.no_grad():
+                model.query(model.condition(x, y), xt)
+
+    estimate = model.estimated_peak(2, n, m, learning=learning)
+    assert estimate / 2 < peak(work) < 2 * estimate
+
+
+@pytest.mark.parametrize("name", STORING)
+def test_too_little_memory_is_said_before_it_is_gone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = storing(name)
+    x, y, xt, yt = (torch.rand(2, k, d) for k, d in ((50, 2), (50, 1), (9, 2), (9, 1)))
+    state = model.condition(x, y)
+    monkeypatch.setattr(memory, "available", lambda _: 100_000)
+    model.query(state, xt)  # small inputs are never asked about
+    monkeypatch.setattr(memory, "WORTH_ASKING", 0)
+    message = rf"^{type(model).__name__}, given 50 points and %s targets in a batch of 2, would need about "
+    advice = r".* but cpu has 0.0 GB free: .*smaller batch .*chunk=.* constant memory such as CMANP$"
+    with pytest.raises(MemoryError, match=message % 9 + advice):
+        model.loss(x, y, xt, yt)
+    with pytest.raises(MemoryError, match=message % 9 + advice):
+        model(x, y, xt)
+    monkeypatch.setattr(memory, "available", lambda _: 1000)
+    with torch.no_grad(), pytest.raises(MemoryError, match=message % 0 + advice):
+        model.query(state, xt)
+    with pytest.raises(MemoryError, match="which stores a copy of all points, would need about"):
+        model.condition(x, y)
+    monkeypatch.setattr(memory, "available", lambda _: None)  # nobody knows
+    model.loss(x, y, xt, yt)
+
+
+def test_models_of_constant_memory_never_ask(model: CMANP, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "WORTH_ASKING", 0)
+    monkeypatch.setattr(memory, "available", lambda _: 0)
+    x, y = torch.rand(1, 50, 2), torch.rand(1, 50, 1)
+    for constant in (model, MODELS["cnp"](dim_x=2, dim_y=1), MODELS["np"](dim_x=2, dim_y=1)):
+        assert constant.estimated_peak(10**6, 10**9, 10**9) == 0
+        constant.query(constant.condition(x, y), x)
+        constant.loss(x, y, x, y)
+
+
+def test_what_is_free_is_what_the_machine_and_the_group_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = torch.device("cpu")
+    free = memory.available(cpu)
+    assert free is None or free > MB
+    limit, used = tmp_path / "max", tmp_path / "current"
+    monkeypatch.setattr(memory, "_CGROUPS", ((limit, used),))
+    monkeypatch.setattr(memory, "_of_machine", lambda: 1000)
+    assert memory.available(cpu) == 1000  # there is no such group
+    used.write_text("250\n")
+    for content, expected in (("max\n", 1000), ("900\n", 650), ("5000\n", 1000)):
+        limit.write_text(content)
+        assert memory.available(cpu) == expected
+    assert memory.available(torch.device("meta")) is None

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from constmem import CMAB, CMANP
+from constmem.algebra import EMPTY
 from constmem.block import Observation
 from constmem.embed import MLP
 from constmem.kernels import native
-from constmem.state import EMPTY, AttentionState
+from constmem.state import AttentionState
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
 VECTORS = {"widest": (), "256 bits": ("-mno-avx512f",), "128 bits": ("-mno-avx",)}

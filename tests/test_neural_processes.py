@@ -17,18 +17,43 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from constmem import CMANP, ConditioningError, NeuralProcess
+from constmem.neural_processes import ANP, BANP, BNP, CANP, CNP, EQTNP, LBANP, NP, TNPD
 
 Factory = Callable[[], NeuralProcess]
+FAMILY = {"dim": 16, "pre_depth": 3, "post_depth": 2, "decoder_depth": 2}
+SAMPLED = FAMILY | {"num_samples": 3}
+LAYERS = {"dim": 16, "depth": 2, "num_heads": 2, "hidden": 12}
+DIM_X, DIM_Y = 2, 3
 
 
 def small_cmanp(**settings: Any) -> CMANP:
     sizes = {"dim": 16, "depth": 2, "num_slots": 6, "num_latents": 5, "num_heads": 2, "hidden": 12}
-    return CMANP(dim_x=2, dim_y=3, **{**sizes, **settings})
+    return CMANP(dim_x=DIM_X, dim_y=DIM_Y, **{**sizes, **settings})
 
 
-MODELS: list[Factory] = [small_cmanp]  # every model of the library, small, with dim_x=2 and dim_y=3
-CONSTANT: list[Factory] = [small_cmanp]  # those of constant memory: weighted points, states tied to weights
-DIM_X, DIM_Y = 2, 3
+def small(kind: type[NeuralProcess], settings: dict[str, int]) -> Factory:
+    def factory() -> NeuralProcess:
+        return kind(dim_x=DIM_X, dim_y=DIM_Y, **settings)
+
+    factory.__name__ = f"small_{kind.name}"
+    return factory
+
+
+small_cnp, small_np, small_banp = small(CNP, FAMILY), small(NP, SAMPLED), small(BANP, SAMPLED)
+small_lbanp = small(LBANP, LAYERS | {"num_latents": 5})
+MODELS: list[Factory] = [  # every model of the library, small
+    small_cmanp,
+    small_lbanp,
+    small(EQTNP, LAYERS),
+    small(TNPD, LAYERS),
+    small_cnp,
+    small(CANP, FAMILY),
+    small_np,
+    small(ANP, SAMPLED),
+    small(BNP, SAMPLED),
+    small_banp,
+]
+CONSTANT = [small_cmanp, small_cnp, small_np]  # of constant memory: weighted points, states tied to weights
 
 
 def built(factory: Factory) -> NeuralProcess:
@@ -336,6 +361,11 @@ def test_a_float64_model_is_exact(factory: Factory) -> None:
     whole = model.query(model.condition(x, y), xt)
     assert whole.mean.dtype == torch.float64
     assert_predicts(model.query(model.condition(x, y, chunk=4), xt), whole, 1e-12)
+    yt = torch.randn(2, 7, DIM_Y).double()
+    some, rest = model.condition(x[:, :11], y[:, :11]), model.condition(x[:, 11:], y[:, 11:])
+    for state in (model.condition(x.flip(1), y.flip(1)), rest.merge(some)):  # mixtures are more than moments
+        found = model.query(state, xt).log_prob(yt)
+        torch.testing.assert_close(found, whole.log_prob(yt), atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -922,7 +952,9 @@ def test_the_two_standard_deviations_differ() -> None:
 @pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("chunk", [7, 4096])
+@pytest.mark.parametrize(  # that every model's loss compiles is a law of its own (test_family.py)
+    ("factory", "chunk"), [(small_cmanp, 7), (small_cmanp, 4096), (small_cnp, 7), (small_lbanp, 7)]
+)
 def test_a_training_step_compiles(factory: Factory, chunk: int) -> None:
     x, y, xt = (t.double() for t in task(12))
     yt = torch.randn(2, 7, DIM_Y).double()
@@ -950,6 +982,7 @@ def test_a_training_step_compiles(factory: Factory, chunk: int) -> None:
 
 
 @pytest.mark.compiles
+@pytest.mark.parametrize("factory", [small_cmanp, small_cnp, small_lbanp, small_banp])  # every kind of state
 def test_conditioning_and_querying_compile(factory: Factory) -> None:
     model = built(factory)
     x, y, xt = task()

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from constmem import AttentionState
-from constmem.state import EMPTY
+from constmem.algebra import EMPTY
 
 Points = tuple[Tensor, Tensor, Tensor]
 B, H, S, C = 2, (2, 3), 4, 5
@@ -118,6 +118,18 @@ def test_heads_may_have_any_number_of_axes() -> None:
     one = AttentionState.observe(q[1], k[:, 1], v[:, 1])
     torch.testing.assert_close(one.value, whole.value[:, 1])
     torch.testing.assert_close(one.lse, whole.lse[:, 1])
+
+
+def test_queries_and_points_without_an_axis_of_heads_are_refused(refuses: Refuses) -> None:
+    q, k, v = points(6)
+    q, k, v = q[0, 0], k[:, 0, 0], v[:, 0, 0]
+    message = r"shapes \(4, 5\), \(2, 6, 5\) and \(2, 6, 5\), .* single head use q\[None\], k\[:, None\]"
+    for verb in (AttentionState.observe, AttentionState.scan):
+        with refuses(ValueError, message):
+            verb(q, k, v)
+        assert verb(q[None], k[:, None], v[:, None]).value.shape[-3:] == (1, S, C)
+    with refuses(ValueError, "at least one axis of heads"):
+        AttentionState.observe(q[None], k, v)
 
 
 @given(n=sizes, seed=seeds, sharpness=sharpnesses)
@@ -426,6 +438,26 @@ def test_a_scan_goes_on_from_an_initial_state(chunk: int) -> None:
 def test_a_scan_from_nothing_is_a_scan() -> None:
     data = points(5)
     assert_same(AttentionState.scan(*data, initial=nothing()), AttentionState.scan(*data))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 32])
+def test_a_scan_goes_on_from_pairs_of_float32_in_pairs(chunk: int) -> None:
+    """Each point weighs a millionth of what came before: float32 alone would be off by 1e-7."""
+    data = points(11)
+    q, k, v = (data[0], *(t[..., 4:, :] for t in data[1:]))
+    initial = some(data, 0, 4).decay(14.0)
+    states = AttentionState.scan(q, k, v, initial=initial.to(dtype=torch.float32), chunk=chunk)
+    assert states.low is not None
+    assert states.value.dtype == torch.float32
+    expected = AttentionState.scan(q, k, v, initial=initial, chunk=chunk)
+    assert_same(states.to(dtype=torch.float64), expected, 1e-11)
+
+
+def test_a_scan_from_another_shape_of_state_is_refused(refuses: Refuses) -> None:
+    data = points(3)
+    for initial in (nothing(3), AttentionState.empty((B, *H, S + 1), C)):
+        with refuses(ValueError, r"cannot scan from a state of \(.* both must come from the same model"):
+            AttentionState.scan(*data, initial=initial)
 
 
 @pytest.mark.parametrize("slope", [30.0, -30.0])

@@ -17,23 +17,39 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributions import Distribution
 
-from constmem import CMANP, AttentionState, Decay, Stream, Window
+from constmem import CMANP, AttentionState, Decay, NeuralProcess, Stream, Window
+from constmem.neural_processes import LBANP, TNPD, StoredPoints
 
 Forget = Decay | Window | None
-FORGETTING: list[Forget] = [None, Decay(5.0), Window(9, 3)]
-every_kind = pytest.mark.parametrize("forget", FORGETTING, ids=["all", "decay", "window"])
+Model = NeuralProcess[Any, Any]
 
 
-def built(seed: int = 1) -> CMANP:
+def built(seed: int = 1, kind: type[Model] = CMANP) -> Any:
+    sizes = {"dim_x": 1, "dim_y": 1, "dim": 16, "depth": 2, "num_latents": 5, "num_heads": 2, "hidden": 12}
     torch.manual_seed(seed)
-    model = CMANP(dim_x=1, dim_y=1, dim=16, depth=2, num_slots=6, num_latents=5, num_heads=2, hidden=12)
+    model = kind(**sizes, num_slots=6) if kind is CMANP else kind(**sizes)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     return model.eval()
 
 
-MODEL = built()
+MODEL, STORING = built(), built(kind=LBANP)  # a state of constant size, and one that is the stored points
+every_model = pytest.mark.parametrize("model", [MODEL, STORING], ids=["cmanp", "lbanp"])
+every_forgetting = pytest.mark.parametrize(
+    "forget", [None, Decay(5.0), Window(9, 3)], ids=["all", "decay", "window"]
+)
+every_kind = pytest.mark.parametrize(  # stored points have no weights, so they cannot decay
+    ("model", "forget"),
+    [
+        (MODEL, None),
+        (MODEL, Decay(5.0)),
+        (MODEL, Window(9, 3)),
+        (STORING, None),
+        (STORING, Window(9, 3)),
+    ],
+    ids=["cmanp-all", "cmanp-decay", "cmanp-window", "lbanp-all", "lbanp-window"],
+)
 
 
 def task(n: int = 30, b: int = 2, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,12 +65,12 @@ def show(stream: Stream, x: Tensor, y: Tensor, sizes: list[int], **options: Any)
         start += size
 
 
-def condition(x: Tensor, y: Tensor, model: CMANP = MODEL) -> AttentionState:
+def condition(x: Tensor, y: Tensor, model: Model = MODEL) -> Any:
     with torch.no_grad():
         return model.condition(x, y)
 
 
-def query(state: AttentionState, xt: Tensor, model: CMANP = MODEL) -> Distribution:
+def query(state: Any, xt: Tensor, model: Model = MODEL) -> Distribution:
     with torch.no_grad():
         return model.query(state, xt)
 
@@ -64,30 +80,46 @@ def assert_predicts(found: Distribution, expected: Distribution, tolerance: floa
     torch.testing.assert_close(found.stddev, expected.stddev, atol=tolerance, rtol=0)
 
 
-def assert_state(found: AttentionState, expected: AttentionState, tolerance: float = 1e-5) -> None:
-    torch.testing.assert_close(found.value, expected.value, atol=tolerance, rtol=0)
-    torch.testing.assert_close(found.lse, expected.lse, atol=tolerance, rtol=1e-6)
+def assert_state(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    if isinstance(found, AttentionState):
+        torch.testing.assert_close(found.value, expected.value, atol=tolerance, rtol=0)
+        torch.testing.assert_close(found.lse, expected.lse, atol=tolerance, rtol=1e-6)
+    else:
+        for mine, theirs in zip(real_points(found), real_points(expected), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def real_points(state: StoredPoints) -> list[Tensor]:
+    """The points of each task that are not masked out."""
+    points = torch.cat([state.x, state.y], -1)
+    return [points[i] if state.mask is None else points[i][state.mask[i]] for i in range(state.batch)]
+
+
+def assert_identical(found: Any, expected: Any) -> None:
+    mine, theirs = found.tensors(), expected.tensors()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 # Observing and predicting
 
 
-def test_a_stream_predicts_what_its_model_does() -> None:
+@every_model
+def test_a_stream_predicts_what_its_model_does(model: Model) -> None:
     x, y, xt = task()
-    stream = Stream(MODEL, batch=2)
-    assert_predicts(stream.predict(xt), query(MODEL.empty(2), xt), 0.0)
+    stream = Stream(model, batch=2)
+    assert_predicts(stream.predict(xt), query(model.empty(2), xt, model), 0.0)
     show(stream, x, y, [1, 9, 0, 20])
     assert stream.count.tolist() == [30, 30]
-    assert_predicts(stream.predict(xt), query(condition(x, y), xt))
-    assert_state(stream.state, condition(x, y))
+    assert_predicts(stream.predict(xt), query(condition(x, y, model), xt, model))
+    assert_state(stream.state, condition(x, y, model))
 
 
 @every_kind
 def test_the_state_is_read_once_until_the_next_observation(
-    forget: Forget, monkeypatch: pytest.MonkeyPatch
+    model: Model, forget: Forget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, y, xt = task()
-    model = built()
     reads = []
     read = model.read
     monkeypatch.setattr(model, "read", lambda state: reads.append(state) or read(state))
@@ -105,27 +137,26 @@ def test_the_state_is_read_once_until_the_next_observation(
 
 
 @every_kind
-def test_no_gradients_are_recorded(forget: Forget) -> None:
+def test_no_gradients_are_recorded(model: Model, forget: Forget) -> None:
     x, y, xt = task()
-    stream = Stream(MODEL, batch=2, forget=forget)
+    stream = Stream(model, batch=2, forget=forget)
     stream.observe(x.requires_grad_(), y)
     assert not stream.predict(xt).mean.requires_grad
-    assert not stream.state.value.requires_grad
-    assert not stream.state.lse.requires_grad
+    assert not any(tensor.requires_grad for tensor in stream.state.tensors().values())
 
 
 @every_kind
 @pytest.mark.parametrize("chunk", [1, 4, 4096])
-def test_the_chunk_changes_nothing(forget: Forget, chunk: int) -> None:
+def test_the_chunk_changes_nothing(model: Model, forget: Forget, chunk: int) -> None:
     x, y, _ = task()
-    stream, other = Stream(MODEL, batch=2, forget=forget), Stream(MODEL, batch=2, forget=forget)
+    stream, other = (Stream(model, batch=2, forget=forget) for _ in range(2))
     show(stream, x, y, [7, 23], chunk=chunk)
     show(other, x, y, [7, 23])
     assert_state(stream.state, other.state)
     assert torch.equal(stream.count, other.count)
 
 
-@every_kind
+@every_forgetting
 def test_the_bytes_held_do_not_grow(forget: Forget) -> None:
     x, y, _ = task(200)
     stream = Stream(MODEL, batch=2, forget=forget)
@@ -139,28 +170,47 @@ def test_the_bytes_held_do_not_grow(forget: Forget) -> None:
     assert set(sizes[50:]) == {limit}
 
 
-def test_masked_points_are_left_out() -> None:
+def test_stored_points_are_held_once_and_a_window_bounds_them() -> None:
+    x, y, _ = task(200)
+    point = x[:, :1].nbytes + y[:, :1].nbytes
+    everything, window = Stream(STORING, batch=2), Stream(STORING, batch=2, forget=Window(9, 3))
+    for i in range(200):
+        for stream in (everything, window):
+            stream.observe(x[:, i : i + 1], y[:, i : i + 1])
+        assert everything.nbytes == (i + 1) * point
+        assert window.nbytes == int(window.count[0]) * point <= 12 * point
+
+
+def test_stored_points_cannot_decay() -> None:
+    with pytest.raises(
+        ValueError, match=r"LBANP cannot forget by Decay\(half_life=5.0\): .* use forget=Window"
+    ):
+        Stream(STORING, forget=Decay(5.0))
+
+
+@every_model
+def test_masked_points_are_left_out(model: Model) -> None:
     x, y, xt = task()
     mask = torch.rand(2, 30) < 0.5
-    stream = Stream(MODEL, batch=2)
+    stream = Stream(model, batch=2)
     stream.observe(x.masked_fill(~mask[..., None], torch.nan), y, mask=mask)
     with torch.no_grad():
-        expected = MODEL.condition(x, y, mask=mask)
-    assert_predicts(stream.predict(xt), query(expected, xt))
+        expected = model.condition(x, y, mask=mask)
+    assert_predicts(stream.predict(xt), query(expected, xt, model))
     assert torch.equal(stream.count, mask.sum(1))
 
 
 @every_kind
-def test_a_fork_goes_its_own_way(forget: Forget) -> None:
+def test_a_fork_goes_its_own_way(model: Model, forget: Forget) -> None:
     x, y, xt = task()
-    stream = Stream(MODEL, batch=2, forget=forget)
+    stream = Stream(model, batch=2, forget=forget)
     stream.observe(x[:, :10], y[:, :10])
     before = stream.predict(xt)
     fork = stream.fork()
     assert_predicts(fork.predict(xt), before, 0.0)
     fork.observe(x[:, 10:], y[:, 10:])
     assert_predicts(stream.predict(xt), before, 0.0)
-    whole = Stream(MODEL, batch=2, forget=forget)
+    whole = Stream(model, batch=2, forget=forget)
     show(whole, x, y, [10, 20])
     assert_state(fork.state, whole.state)
     stream.observe(-x[:, 10:], y[:, 10:])
@@ -246,12 +296,13 @@ def test_half_lives_that_are_no_positive_numbers_are_refused(half_life: float) -
     buckets=st.integers(1, 12),
     sizes=st.lists(st.integers(0, 15), min_size=1, max_size=6),
 )
+@every_model
 def test_a_window_remembers_the_last_points_and_at_most_a_bucket_more(
-    points: int, buckets: int, sizes: list[int]
+    model: Model, points: int, buckets: int, sizes: list[int]
 ) -> None:
     window = Window(points, min(buckets, points))
     x, y, _ = task(sum(sizes))
-    stream = Stream(MODEL, batch=2, forget=window)
+    stream = Stream(model, batch=2, forget=window)
     start = 0
     for size in sizes:
         stop = start + size
@@ -259,14 +310,15 @@ def test_a_window_remembers_the_last_points_and_at_most_a_bucket_more(
         start = stop
         count = int(stream.count[0])
         assert min(stop, points) <= count <= min(stop, points + window.bucket)
-        assert_state(stream.state, condition(x[:, stop - count : stop], y[:, stop - count : stop]))
+        assert_state(stream.state, condition(x[:, stop - count : stop], y[:, stop - count : stop], model))
 
 
 @given(sizes=st.lists(st.integers(0, 15), min_size=1, max_size=6))
-def test_a_window_does_not_depend_on_how_points_arrive(sizes: list[int]) -> None:
+@every_model
+def test_a_window_does_not_depend_on_how_points_arrive(model: Model, sizes: list[int]) -> None:
     n = sum(sizes)
     x, y, _ = task(n)
-    stream, single = (Stream(MODEL, batch=2, forget=Window(8, 3)) for _ in range(2))
+    stream, single = (Stream(model, batch=2, forget=Window(8, 3)) for _ in range(2))
     show(stream, x, y, sizes)
     show(single, x, y, [1] * n)
     assert torch.equal(stream.count, single.count)
@@ -283,13 +335,15 @@ def test_a_window_of_points_and_buckets_slides_by_a_bucket() -> None:
     assert counts == [1, 2, 3, 4, 5, 6, 7, 6, 7, 6, 7, 6, 7, 6]
 
 
-def test_a_window_passes_masks_on() -> None:
+@every_model
+def test_a_window_passes_masks_on(model: Model) -> None:
     x, y, _ = task(10)
     mask = torch.arange(20).view(2, 10) % 3 > 0
-    stream = Stream(MODEL, batch=2, forget=Window(20, 4))
-    stream.observe(x, y, mask=mask)
+    stream = Stream(model, batch=2, forget=Window(20, 4))
+    stream.observe(x[:, :6], y[:, :6], mask=mask[:, :6])
+    stream.observe(x[:, 6:], y[:, 6:], mask=mask[:, 6:])
     with torch.no_grad():
-        assert_state(stream.state, MODEL.condition(x, y, mask=mask))
+        assert_state(stream.state, model.condition(x, y, mask=mask))
     assert torch.equal(stream.count, mask.sum(1))
 
 
@@ -313,11 +367,11 @@ def test_windows_that_cannot_be_are_refused(
 
 
 @contextmanager
-def breaking(model: CMANP, error: BaseException, after: int) -> Iterator[None]:
+def breaking(model: Model, error: BaseException, after: int) -> Iterator[None]:
     """The model's observation raises once it was called so many times."""
     observe, calls = model._observe, 0
 
-    def broken(*arguments: Any) -> AttentionState:
+    def broken(*arguments: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls > after:
@@ -332,7 +386,7 @@ def breaking(model: CMANP, error: BaseException, after: int) -> Iterator[None]:
         assert calls == after + 1
 
 
-@every_kind
+@every_forgetting
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("a cosmic ray")], ids=["stop", "error"])
 @pytest.mark.parametrize("after", [0, 2])
 def test_a_stream_broken_off_is_as_it_was(forget: Forget, error: BaseException, after: int) -> None:
@@ -344,20 +398,20 @@ def test_a_stream_broken_off_is_as_it_was(forget: Forget, error: BaseException, 
     before = stream.predict(xt)
     with pytest.raises(type(error)), breaking(model, error, after):
         stream.observe(x[:, 10:], y[:, 10:], chunk=3)
-    assert torch.equal(stream.state.value, other.state.value)
-    assert torch.equal(stream.state.lse, other.state.lse)
+    assert_identical(stream.state, other.state)
     assert_predicts(stream.predict(xt), before, 0.0)
     stream.observe(x[:, 10:], y[:, 10:], chunk=3)
     other.observe(x[:, 10:], y[:, 10:], chunk=3)
-    assert torch.equal(stream.state.value, other.state.value)
-    assert torch.equal(stream.state.lse, other.state.lse)
+    assert_identical(stream.state, other.state)
     assert torch.equal(stream.count, other.count)
 
 
 @every_kind
-def test_bad_points_are_refused_and_leave_the_stream_as_it_was(forget: Forget, refuses: Refuses) -> None:
+def test_bad_points_are_refused_and_leave_the_stream_as_it_was(
+    model: Model, forget: Forget, refuses: Refuses
+) -> None:
     x, y, xt = task()
-    stream = Stream(MODEL, batch=2, forget=forget)
+    stream = Stream(model, batch=2, forget=forget)
     stream.observe(x[:, :10], y[:, :10])
     state, before = stream.state, stream.predict(xt)
     bad = y[:, 10:].clone()
@@ -372,8 +426,7 @@ def test_bad_points_are_refused_and_leave_the_stream_as_it_was(forget: Forget, r
         stream.observe(x, y, mask=torch.ones(2, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="chunk must be a whole number of at least 1, not 0"):
         stream.observe(x, y, chunk=0)
-    assert torch.equal(stream.state.value, state.value)
-    assert torch.equal(stream.state.lse, state.lse)
+    assert_identical(stream.state, state)
     assert_predicts(stream.predict(xt), before, 0.0)
 
 
@@ -396,23 +449,52 @@ def test_bad_targets_are_refused() -> None:
 
 @every_kind
 @pytest.mark.parametrize("seen", [0, 1, 13])
-def test_a_stream_comes_back_from_its_file_and_goes_on(forget: Forget, seen: int, tmp_path: Path) -> None:
+def test_a_stream_comes_back_from_its_file_and_goes_on(
+    model: Model, forget: Forget, seen: int, tmp_path: Path
+) -> None:
     x, y, xt = task()
-    stream = Stream(MODEL, batch=2, forget=forget)
+    stream = Stream(model, batch=2, forget=forget)
     stream.observe(x[:, :seen], y[:, :seen])
     stream.save(tmp_path / "stream")
-    again = Stream.load(tmp_path / "stream", MODEL)
+    again = Stream.load(tmp_path / "stream", model)
     assert again.forget == forget
     assert again.nbytes == stream.nbytes
     assert_predicts(again.predict(xt), stream.predict(xt), 0.0)
     for each in (stream, again):
         show(each, x[:, seen:], y[:, seen:], [1] * (30 - seen))
     assert torch.equal(again.count, stream.count)
-    assert torch.equal(again.state.value, stream.state.value)
-    assert torch.equal(again.state.lse, stream.state.lse)
+    assert_identical(again.state, stream.state)
 
 
-@every_kind
+def test_a_stream_of_masked_points_comes_back_bucket_by_bucket(tmp_path: Path) -> None:
+    x, y, xt = task(10)
+    mask = torch.arange(20).view(2, 10) % 3 > 0
+    stream = Stream(STORING, batch=2, forget=Window(6, 3))
+    stream.observe(x[:, :7], y[:, :7])
+    stream.observe(x[:, 7:], y[:, 7:], mask=mask[:, 7:])
+    stream.save(tmp_path / "stream")
+    again = Stream.load(tmp_path / "stream", STORING)
+    assert_identical(again.state, stream.state)
+    assert_predicts(again.predict(xt), stream.predict(xt), 0.0)
+
+
+def test_stored_points_go_on_with_any_model_that_stores_them(tmp_path: Path) -> None:
+    x, y, xt = task()
+    stream = Stream(STORING, batch=2)
+    stream.observe(x, y)
+    stream.save(tmp_path / "stream")
+    torch.manual_seed(2)
+    other = TNPD(dim_x=1, dim_y=1, dim=16, depth=2).eval()
+    again = Stream.load(tmp_path / "stream", other)
+    assert_predicts(again.predict(xt), query(condition(x, y, other), xt, other))
+    with pytest.raises(ValueError, match=r"remembers a 'constmem.points', but CMANP a 'constmem.state'"):
+        Stream.load(tmp_path / "stream", MODEL)
+    wide = TNPD(dim_x=2, dim_y=1, dim=16, depth=2).eval()
+    with pytest.raises(ValueError, match=r"another model: it has \(dim_x, dim_y\) \(1, 1\)"):
+        Stream.load(tmp_path / "stream", wide)
+
+
+@every_forgetting
 def test_a_stream_of_other_weights_is_refused(forget: Forget, tmp_path: Path) -> None:
     x, y, _ = task()
     stream = Stream(MODEL, batch=2, forget=forget)
@@ -422,7 +504,7 @@ def test_a_stream_of_other_weights_is_refused(forget: Forget, tmp_path: Path) ->
         Stream.load(tmp_path / "stream", built(seed=2))
 
 
-@every_kind
+@every_forgetting
 def test_a_stream_is_refused_once_its_model_has_learned(forget: Forget) -> None:
     """States of the old weights must not be mixed with those of the new."""
     x, y, xt = task()
@@ -462,15 +544,18 @@ def damage(path: Path, change: Callable[[dict[str, Tensor], dict[str, str]], Non
 def test_a_stream_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "stream"
     Stream(MODEL).save(path)
-    damage(path, lambda _, header: header.update(version="2"))
-    with pytest.raises(ValueError, match="format version 2; this constmem reads version 1"):
+    damage(path, lambda _, header: header.update(version="3"))
+    with pytest.raises(ValueError, match="format version 3; this constmem reads version 2"):
         Stream.load(path, MODEL)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda tensors, _: tensors.pop("lse"),
+        lambda tensors, _: tensors.pop("0.lse"),
+        lambda tensors, _: tensors.update({"0.lse": tensors["0.lse"][..., 1:].contiguous()}),
+        lambda _, header: header.update(shell=json.dumps({"forget": None, "filled": 0, "parts": 0})),
+        lambda _, header: header.update(shell=json.dumps({"forget": None, "filled": 0, "parts": 2})),
         lambda _, header: header.pop("shell"),
         lambda _, header: header.update(shell="{"),
         lambda _, header: header.update(shell=json.dumps({"forget": {"kind": "Sieve"}, "filled": 0})),

@@ -17,12 +17,13 @@ from torch.distributions import Distribution
 from typing_extensions import TypeVar
 
 from constmem import checks
+from constmem.algebra import EMPTY
 from constmem.fold import Chunk
 from constmem.heads import normal
 from constmem.neural_processes.chunks import cleared, filled, mean_of_real, numbered, slices
 from constmem.neural_processes.model import Model
 from constmem.neural_processes.states import State
-from constmem.state import EMPTY, AttentionState
+from constmem.state import AttentionState
 
 S = TypeVar("S", bound=State, default=AttentionState)
 M = TypeVar("M", bound=Tensor | tuple[Any, ...], default=Tensor)
@@ -184,10 +185,8 @@ class NeuralProcess(Model, Generic[S, M]):
         checks.positive("chunk", chunk)
         checks.points("xt", xt, self.dim_x, device=self.device)
         if xt.shape[0] != (batch := _batch(memory)):
-            raise ValueError(
-                f"xt is a batch of {xt.shape[0]}, but the state one of {batch}: "
-                "they must be the same (expand one of them)"
-            )
+            here = f"xt is a batch of {xt.shape[0]}, but the state one of {batch}"
+            raise ValueError(f"{here}: they must be the same (expand one of them)")
         m = xt.shape[1]
         if m <= chunk:
             return self.distribution(*self.decode(memory, xt))
@@ -215,6 +214,7 @@ class NeuralProcess(Model, Generic[S, M]):
         """Condition and query, for training: the deployed path, but for the checks of values."""
         checks.positive("chunk", chunk)
         self._check(xc, yc, mask, values=False)
+        self._afford(xc, xt.shape[1])
         state = self._condition(slices(xc, yc, mask, chunk))
         return self.predict(self.read(state), xt, chunk=chunk)
 
@@ -239,10 +239,9 @@ class NeuralProcess(Model, Generic[S, M]):
         for x, y, mask in ((xc, yc, mask_c), (xt, yt, mask_t)):
             self._check(x, y, mask, values=False)
         if xc.shape[0] != xt.shape[0]:
-            raise ValueError(
-                f"the context is a batch of {xc.shape[0]}, the targets one of {xt.shape[0]}: "
-                "they must be the same"
-            )
+            here = f"the context is a batch of {xc.shape[0]}, the targets one of {xt.shape[0]}"
+            raise ValueError(f"{here}: they must be the same")
+        self._afford(xc, xt.shape[1])
         return self._loss(cleared(xc, yc, mask_c), cleared(xt, yt, mask_t), generator)
 
     # Inside

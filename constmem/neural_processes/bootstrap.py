@@ -13,10 +13,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from constmem.algebra import accumulator, bias_of
 from constmem.checks import positive
 from constmem.fold import Chunk
 from constmem.heads import AnyStd, SampleMixture, logmeanexp, normal
 from constmem.initial import keep_variance
+from constmem.memory import Needs
 from constmem.neural_processes.base import M
 from constmem.neural_processes.chunks import joined, mean_of_real
 from constmem.neural_processes.encoders import (
@@ -29,7 +31,6 @@ from constmem.neural_processes.encoders import (
     pool,
 )
 from constmem.neural_processes.stored import StoredPoints, StoringProcess
-from constmem.state import accumulator, bias_of
 
 
 class BootstrapProcess(StoringProcess[M]):
@@ -178,16 +179,22 @@ class BNP(BootstrapProcess[Tensor]):
         config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         own = {"num_samples": num_samples, "num_train_samples": num_train_samples, "seed": seed}
         super().__init__(dim_x=dim_x, dim_y=dim_y, dim=dim, config=config, **own)
-        self.encoder = PoolingPair(
-            dim_x=dim_x, dim_y=dim_y, dim=dim, outs=(dim, dim), pre_depth=pre_depth, post_depth=post_depth
-        )
+        depths = {"pre_depth": pre_depth, "post_depth": post_depth}
+        self.encoder = PoolingPair(dim_x=dim_x, dim_y=dim_y, dim=dim, outs=(dim, dim), **depths)
         self.decoder = PointDecoder(
             dim_x=dim_x, dim_in=2 * dim, dim=dim, dim_y=dim_y, depth=decoder_depth, std=std
         )
 
+    def needs(self, *, learning: bool) -> Needs:
+        """For the data and each version of them: two tokens a point, and a target's decoder."""
+        dim, pre, decoder = (self.config[key] for key in ("dim", "pre_depth", "decoder_depth"))
+        if learning:
+            target = (decoder + 4) * dim
+            return Needs(2 * (pre + 1) * dim + target, target).times(1 + self.num_train_samples)
+        return Needs(7 * dim // 2, 4 * dim).times(1 + self.num_samples)
+
     def _encode(self, x: Tensor, y: Tensor, mask: Tensor | None) -> Float[Tensor, "*b r"]:
-        out: Tensor = self.encoder(paired(x, y), mask)
-        return out
+        return self.encoder(paired(x, y), mask)  # type: ignore[no-any-return]
 
     def _represent(self, memory: Float[Tensor, "*b r"], xt: Tensor) -> Float[Tensor, "*b 1 r"]:  # noqa: ARG002
         return memory[..., None, :]
@@ -249,6 +256,11 @@ class BANP(BootstrapProcess[Attended]):
             dim_x=dim_x, dim_in=2 * dim, dim=dim, dim_y=dim_y, depth=decoder_depth, std=std
         )
 
+    def needs(self, *, learning: bool) -> Needs:
+        """A CANP's, for the data and each version of them."""
+        versions = 1 + (self.num_train_samples if learning else self.num_samples)
+        return self.encoder.needs(self.config, learning=learning).times(versions)
+
     def _encode(self, x: Tensor, y: Tensor, mask: Tensor | None) -> Attended:
         return self.encoder.encode(x, y, mask)
 
@@ -275,8 +287,7 @@ def drawn(
     """Indices of points drawn with replacement from the real ones, which come first."""
     b, n = x.shape[:2]
     count = torch.full((b,), n, device=x.device) if mask is None else mask.sum(-1)
-    count = count[:, None, None]
-    indices = (uniforms * count).long()
+    indices = (uniforms * (count := count[:, None, None])).long()
     return torch.minimum(indices, count - 1).clamp_min(0)
 
 

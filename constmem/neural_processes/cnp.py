@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from constmem.fold import Chunk
 from constmem.heads import AnyStd
+from constmem.memory import Needs
 from constmem.neural_processes.base import NeuralProcess
 from constmem.neural_processes.chunks import joined
 from constmem.neural_processes.encoders import Attended, AttentiveEncoder, PointDecoder, PoolingPair
@@ -139,6 +140,9 @@ class CANP(StoringProcess[Attended]):
         self.decoder = PointDecoder(
             dim_x=dim_x, dim_in=2 * dim, dim=dim, dim_y=dim_y, depth=decoder_depth, std=std
         )
+
+    def needs(self, *, learning: bool) -> Needs:
+        return self.encoder.needs(self.config, learning=learning)
 
     def read(self, state: StoredPoints) -> Attended:
         """The data's mean, and their keys and values: two vectors a point."""

@@ -4,18 +4,20 @@ All modules take any number of axes `*b` before the points: tasks, and samples o
 """
 
 from math import log, sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from constmem.algebra import EMPTY, bias_of, settle
 from constmem.attention import attend, check_heads
 from constmem.embed import MLP
 from constmem.heads import AnyStd, std_of
 from constmem.initial import RELU, keep_variance
-from constmem.state import EMPTY, AttentionState, bias_of, settle
+from constmem.memory import Needs
+from constmem.state import AttentionState
 
 
 def pool(
@@ -184,6 +186,17 @@ class AttentiveEncoder(nn.Module):
         self.keys = MLP(dim_in=dim_x, dim_hidden=dim, dim_out=dim, depth=post_depth)
         self.attention = PostNormAttention(dim=dim, num_heads=num_heads)
         self.post = MLP(dim_in=dim, dim_hidden=dim, dim_out=out, depth=post_depth)
+
+    def needs(self, config: dict[str, Any], *, learning: bool) -> Needs:
+        """A point's tokens while they attend to each other; while learning, all that both encoders compute.
+
+        Learning, the context is predicted too: a point is also a target.
+        """
+        dim, pre, post, decoder = (config[key] for key in ("dim", "pre_depth", "post_depth", "decoder_depth"))
+        if learning:
+            target = (post + decoder + 8) * dim
+            return Needs((2 * (pre + 8) + post + 2) * dim + target, target)
+        return Needs(8 * dim, 6 * dim)
 
     def keyed(
         self, x: Float[Tensor, "*#b n x"], y: Float[Tensor, "*b n y"], mask: Bool[Tensor, "*b n"] | None

@@ -10,6 +10,7 @@ from constmem.attention import CrossAttention, FeedForward, Residual, SelfAttent
 from constmem.checks import positive
 from constmem.embed import MLP
 from constmem.heads import Gaussian, Std
+from constmem.memory import Needs
 from constmem.neural_processes.levels import Levels, decode_levels
 from constmem.neural_processes.stored import StoredPoints, StoringProcess
 
@@ -68,6 +69,14 @@ class EQTNP(StoringProcess[Levels]):
         )
         self.feed = feeds(depth)
         self.head = Gaussian(dim=dim, hidden=hidden, dim_y=dim_y, std=std)
+
+    def needs(self, *, learning: bool) -> Needs:
+        """`depth` levels and, in the last, a feed-forward; while learning, all that every layer computes."""
+        depth, dim, hidden = (self.config[key] for key in ("depth", "dim", "hidden"))
+        if learning:
+            point = (depth - 1) * (9 * dim + 4 * hidden) + depth * 3 * dim
+            return Needs(point, depth * (7 * dim + 4 * hidden))
+        return Needs((depth + 1) * dim + 4 * hidden + self.dim_x + self.dim_y, 4 * (dim + hidden))
 
     def read(self, state: StoredPoints) -> Levels:
         """The data's tokens at every level: `depth` times n vectors."""

@@ -18,6 +18,7 @@ from torch.distributions import Distribution, Normal
 from constmem.checks import positive
 from constmem.fold import Chunk
 from constmem.heads import AnyStd, SampleMixture, logmeanexp, normal
+from constmem.memory import Needs
 from constmem.neural_processes.base import NeuralProcess, S
 from constmem.neural_processes.chunks import joined, slices
 from constmem.neural_processes.encoders import AttentiveEncoder, Keyed, PointDecoder, PoolingPair
@@ -261,6 +262,13 @@ class ANP(LatentProcess[StoredPoints], StoringProcess[Sampled]):
         self.decoder = PointDecoder(
             dim_x=dim_x, dim_in=dim + dim_latent, dim=dim, dim_y=dim_y, depth=decoder_depth, std=std
         )
+
+    def needs(self, *, learning: bool) -> Needs:
+        """A CANP's, and for each target and sample the decoder."""
+        point, target = self.encoder.needs(self.config, learning=learning)
+        samples = self.num_train_samples if learning else self.noise.shape[0]
+        decoded = samples * self.config["dim"] * (self.config["decoder_depth"] + 3 if learning else 4)
+        return Needs(point + (decoded if learning else 0), target + decoded)
 
     def _context(self, state: StoredPoints) -> Keyed:
         return self.encoder.keyed(*self._points(state))

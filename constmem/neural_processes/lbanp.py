@@ -10,6 +10,7 @@ from constmem.attention import CrossAttention, FeedForward, Residual, SelfAttent
 from constmem.checks import positive
 from constmem.embed import MLP
 from constmem.heads import Gaussian, Std
+from constmem.memory import Needs
 from constmem.neural_processes.levels import decode_levels
 from constmem.neural_processes.stored import StoredPoints, StoringProcess
 
@@ -77,6 +78,14 @@ class LBANP(StoringProcess[Tensor]):
         self.cross = nn.ModuleList(cross() for _ in range(depth))
         self.feed = nn.ModuleList(feed() for _ in range(depth))
         self.head = Gaussian(dim=dim, hidden=hidden, dim_y=dim_y, std=std)
+
+    def needs(self, *, learning: bool) -> Needs:
+        """A point's token, its norm, key and value; while learning, the last three in every layer."""
+        depth, dim, hidden = (self.config[key] for key in ("depth", "dim", "hidden"))
+        if learning:
+            embedded = 2 * self.config["embed_depth"] * dim
+            return Needs(embedded + depth * 3 * dim, embedded + depth * (7 * dim + 4 * hidden))
+        return Needs(4 * dim + self.dim_x + self.dim_y, 4 * (dim + hidden))
 
     def read(self, state: StoredPoints) -> Float[Tensor, "b depth l d"]:
         """The latents after every layer: linear in the data, and constant from there on."""

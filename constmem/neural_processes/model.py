@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from constmem import checks
+from constmem import checks, memory
 from constmem.files import read_tensors, write_tensors, write_text
 
 SHIPPED = {
@@ -39,6 +39,25 @@ class Model(nn.Module, ABC):
     @abstractmethod
     def observing_parameters(self) -> list[nn.Parameter]:
         """The parameters a state depends on."""
+
+    def needs(self, *, learning: bool) -> memory.Needs | None:  # noqa: ARG002
+        """What a context point and a target take at the worst moment; None in constant memory.
+
+        Args:
+            learning: whether a gradient is wanted, for which more must be kept.
+        """
+        return None
+
+    def estimated_peak(self, batch: int, points: int, targets: int = 0, *, learning: bool = False) -> int:
+        """About how many bytes it takes to work these through: right within a factor of two.
+
+        batch * (points * needs.point + targets * needs.target) numbers of the model's precision, on the
+        fused path; 0 for models of constant memory, which never need to ask.
+        """
+        needs = self.needs(learning=learning)
+        if needs is None:
+            return 0
+        return batch * (points * needs.point + targets * needs.target) * self.dtype.itemsize
 
     @property
     def device(self) -> torch.device:
@@ -121,6 +140,16 @@ class Model(nn.Module, ABC):
 
     def _learns(self) -> bool:
         return torch.is_grad_enabled() and any(p.requires_grad for p in self.observing_parameters())
+
+    def _afford(self, x: Tensor, targets: int = 0) -> None:
+        """Refuse what this device has too little memory for, before it dies of it."""
+        batch, points = x.shape[:2]
+        if self.estimated_peak(batch, points, targets, learning=True) < memory.WORTH_ASKING:
+            return  # small inputs pay for nothing more
+        learning = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        needed = self.estimated_peak(batch, points, targets, learning=learning)
+        what = f"{type(self).__name__}, given {points:,} points and {targets:,} targets"
+        memory.require(needed, self.device, f"{what} in a batch of {batch:,},")
 
     def _check(
         self, x: Tensor, y: Tensor, mask: Tensor | None, *, values: bool = True, chunk: int = 4096

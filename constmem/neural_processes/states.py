@@ -15,6 +15,8 @@ class State(Protocol):
     """What any model remembers of the points it has seen; immutable, and a monoid under `merge`."""
 
     AXES: ClassVar[str]  # what the numbers of `layout` are
+    KIND: ClassVar[str]  # what its files say they hold
+    WEIGHTED: ClassVar[bool]  # whether points may count more or less, and so be forgotten by and by
 
     @property
     def layout(self) -> tuple[int, ...]:
@@ -54,6 +56,13 @@ class State(Protocol):
 
     def detach(self: S) -> S:
         """The same state cut off from the graph that computed it."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All it is made of, by name."""
+
+    @staticmethod
+    def of_tensors(tensors: dict[str, Tensor], fingerprint: str | None) -> "State":
+        """The state made of these; a ValueError says what is missing or does not fit."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state, atomically, as a safetensors file."""

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from constmem.files import read_tensors, write_tensors
 from constmem.fold import Chunk
+from constmem.memory import require
 from constmem.neural_processes.base import M, NeuralProcess
 from constmem.neural_processes.chunks import joined
 from constmem.neural_processes.states import State
 
-KIND, VERSION = "constmem.points", 1
+VERSION = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,8 @@ class StoredPoints:
     """
 
     AXES: ClassVar[str] = "(dim_x, dim_y)"
+    KIND: ClassVar[str] = "constmem.points"
+    WEIGHTED: ClassVar[bool] = False
     fingerprint: ClassVar[str | None] = None  # data depend on no weights
 
     x: Float[Tensor, "b n x"]
@@ -110,22 +113,32 @@ class StoredPoints:
         """Bytes remembered: proportional to the points seen."""
         return sum(t.nbytes for t in (self.x, self.y, self.mask) if t is not None)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All it is made of, by name."""
+        return {"x": self.x, "y": self.y} | ({} if self.mask is None else {"mask": self.mask})
+
+    @staticmethod
+    def of_tensors(tensors: dict[str, Tensor], fingerprint: str | None = None) -> "StoredPoints":  # noqa: ARG004
+        """The state made of these."""
+        missing = {"x", "y"} - tensors.keys()
+        if missing or len({t.shape[:2] for t in tensors.values()}) > 1:
+            raise ValueError(
+                f"lacks {sorted(missing)}" if missing else "holds tensors that do not fit each other"
+            )
+        return StoredPoints(tensors["x"], tensors["y"], tensors.get("mask"))
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state, atomically, as a safetensors file with a versioned header."""
-        tensors = {"x": self.x, "y": self.y}
-        if self.mask is not None:
-            tensors["mask"] = self.mask
-        write_tensors(path, tensors, {"format": KIND, "version": str(VERSION)})
+        write_tensors(path, self.tensors(), {"format": self.KIND, "version": str(VERSION)})
 
     @staticmethod
     def load(path: str | os.PathLike[str], device: torch.device | str | None = None) -> "StoredPoints":
         """Read a state that `save` wrote."""
-        tensors, _ = read_tensors(path, kind=KIND, version=VERSION)
-        missing = {"x", "y"} - tensors.keys()
-        if missing or len({t.shape[:2] for t in tensors.values()}) > 1:
-            what = f"lacks {sorted(missing)}" if missing else "holds tensors that do not fit each other"
-            raise ValueError(f"{path} is damaged: it {what}; save the state again")
-        return StoredPoints(tensors["x"], tensors["y"], tensors.get("mask")).to(device)
+        tensors, _ = read_tensors(path, kind=StoredPoints.KIND, version=VERSION)
+        try:
+            return StoredPoints.of_tensors(tensors).to(device)
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: it {error}; save the state again") from error
 
 
 class StoringProcess(NeuralProcess[StoredPoints, M]):
@@ -147,6 +160,8 @@ class StoringProcess(NeuralProcess[StoredPoints, M]):
 
     def _merged(self, chunks: Iterable[Chunk]) -> StoredPoints:
         parts = list(chunks)
+        size = sum(t.nbytes for x, y, _ in parts for t in (x, y))
+        require(size, self.device, f"{type(self).__name__}, which stores a copy of all points,")
         return self._observe(*parts[0], None) if len(parts) == 1 else StoredPoints(*joined(*parts))
 
     def observing_parameters(self) -> list[nn.Parameter]:
@@ -157,5 +172,6 @@ class StoringProcess(NeuralProcess[StoredPoints, M]):
         return self.dim_x, self.dim_y
 
     def _points(self, state: StoredPoints) -> Chunk:
-        """The stored points in the precision of the model."""
+        """The stored points in the precision of the model, unless working them through would not fit."""
+        self._afford(state.x)
         return state.x.to(self.dtype), state.y.to(self.dtype), state.mask

@@ -11,6 +11,7 @@ from constmem.attention import attend, check_heads
 from constmem.checks import positive
 from constmem.embed import MLP
 from constmem.heads import Gaussian, Std
+from constmem.memory import Needs
 from constmem.neural_processes.levels import Levels
 from constmem.neural_processes.stored import StoredPoints, StoringProcess
 
@@ -60,6 +61,13 @@ class TNPD(StoringProcess[Levels]):
         self.embed = MLP(dim_in=dim_x + dim_y, dim_hidden=dim, dim_out=dim, depth=embed_depth)
         self.layers = nn.ModuleList(_Layer(dim, num_heads, hidden) for _ in range(depth))
         self.head = Gaussian(dim=dim, hidden=hidden, dim_y=dim_y, std=std, norm=False)
+
+    def needs(self, *, learning: bool) -> Needs:
+        """`depth` levels and, in the last layer, a feed-forward; while learning, nine vectors a layer."""
+        depth, dim, hidden = (self.config[key] for key in ("depth", "dim", "hidden"))
+        if learning:
+            return Needs(depth * (9 * dim + hidden), depth * (9 * dim + hidden))
+        return Needs((depth + 1) * dim + 3 * hidden + self.dim_x + self.dim_y, 3 * (dim + hidden))
 
     def read(self, state: StoredPoints) -> Levels:
         """The data's tokens as they enter every layer: `depth` times n vectors."""

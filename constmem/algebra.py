@@ -1,0 +1,160 @@
+"""The algebra of attention with fixed queries, as pure functions of tensors.
+
+The softmax of fixed queries over a set of keys is kept as two tensors: the `value` it gives, and
+the logarithm `lse` of its normaliser. Two sets need not meet to be joined:
+
+    lse   = log(exp(lse_a) + exp(lse_b))
+    value = value_a + (value_b - value_a) * exp(lse_b - lse)
+
+This is a commutative monoid. Its identity, the state of nothing, has value 0 and lse `EMPTY`: a
+finite number far below any score, so that no formula here ever meets infinity minus infinity.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from constmem.kernels import native, reference
+
+EMPTY = -(2.0**100)  # about -1e30, and the same number in float64, float32 and bfloat16
+
+
+def bias_of(
+    mask: Tensor | None, log_weight: Tensor | None, dtype: torch.dtype
+) -> Float[Tensor, "*b n"] | None:
+    """What is added to the scores of each point: its log-weight, or `EMPTY` where it is masked out."""
+    if mask is None:
+        return None if log_weight is None else log_weight.clamp_min(EMPTY)
+    dtype = torch.promote_types(dtype, torch.float32)  # float16 has no number as low as EMPTY
+    weight = torch.zeros((), dtype=dtype, device=mask.device) if log_weight is None else log_weight
+    return torch.where(mask, weight.clamp_min(EMPTY), EMPTY)
+
+
+def is_nothing(lse: Tensor) -> Tensor:
+    """True where a log-normaliser says that nothing was seen."""
+    return lse <= EMPTY / 2
+
+
+def settle(
+    value: Float[Tensor, "*h s c"], lse: Float[Tensor, "*h s"]
+) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]]:
+    """Make exact identities of slots that only met masked points, so that masking is leaving out."""
+    nothing = is_nothing(lse)
+    return value.masked_fill(nothing[..., None], 0.0), lse.masked_fill(nothing, EMPTY)
+
+
+def merge(
+    value: Float[Tensor, "*h s c"],
+    lse: Float[Tensor, "*h s"],
+    other_value: Float[Tensor, "*#h s c"],
+    other_lse: Float[Tensor, "*#h s"],
+) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]]:
+    """The state of the union of two disjoint sets; accurate to the dtype's last digits."""
+    if native.merges(value, lse, other_value, other_lse):
+        return native.merge(value, lse, other_value, other_lse)
+    share = torch.sigmoid(other_lse - lse)
+    return torch.lerp(value, other_value, share[..., None]), torch.logaddexp(lse, other_lse)
+
+
+def remove(
+    value: Float[Tensor, "*h s c"],
+    lse: Float[Tensor, "*h s"],
+    other_value: Float[Tensor, "*h s c"],
+    share: Float[Tensor, "*h s"],
+) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]]:
+    """Undo `merge` with a part that holds `share` of the normaliser; loses digits as it nears 1."""
+    grow = share / (1 - share)
+    return value + (value - other_value) * grow[..., None], lse + torch.log1p(-share)
+
+
+def add(high: Tensor, low: Tensor, increment: Tensor) -> tuple[Tensor, Tensor]:
+    """(high + low) + increment as an unevaluated sum of two numbers, without losing the small one."""
+    total = high + increment
+    kept = total - high
+    error = (high - (total - kept)) + (increment - kept) + low
+    renewed = total + error
+    return renewed, error - (renewed - total)
+
+
+def merge_pairs(
+    value: Float[Tensor, "*h s c"],
+    lse: Float[Tensor, "*h s"],
+    value_low: Float[Tensor, "*h s c"],
+    lse_low: Float[Tensor, "*h s"],
+    other_value: Float[Tensor, "*#h s c"],
+    other_lse: Float[Tensor, "*#h s"],
+    other_value_low: Float[Tensor, "*#h s c"],
+    other_lse_low: Float[Tensor, "*#h s"],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`merge` of unevaluated sums of two: the larger part stays, the smaller is added as an increment."""
+    mine = lse >= other_lse
+    pick = mine[..., None]
+    a, b = torch.where(pick, value, other_value), torch.where(pick, other_value, value)
+    a_lse, b_lse = torch.where(mine, lse, other_lse), torch.where(mine, other_lse, lse)
+    a_low, b_low = (
+        torch.where(pick, value_low, other_value_low),
+        torch.where(pick, other_value_low, value_low),
+    )
+    a_lse_low, b_lse_low = (
+        torch.where(mine, lse_low, other_lse_low),
+        torch.where(mine, other_lse_low, lse_low),
+    )
+    gap = (b_lse - a_lse) + (b_lse_low - a_lse_low)
+    step = torch.sigmoid(gap)[..., None] * ((b - a) + (b_low - a_low))
+    new_lse, new_lse_low = add(a_lse, a_lse_low, torch.log1p(gap.exp()))
+    new_value, new_value_low = add(a, a_low, step)
+    return new_value, new_lse, new_value_low, new_lse_low
+
+
+def pairs(value: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A value and an lse as unevaluated sums of two float32 tensors each: what `merge_pairs` takes."""
+    high, high_lse = value.float(), lse.float()
+    return high, high_lse, (value - high).float(), (lse - high_lse).float()
+
+
+def accumulator(device: torch.device) -> torch.dtype:
+    """The dtype states are accumulated in: float64, or pairs of float32 where a device has none."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def prefixes(
+    q: Float[Tensor, "h s c"],
+    k: Float[Tensor, "b h t c"],
+    v: Float[Tensor, "b h t c"],
+    bias: Float[Tensor, "b t"] | None,
+) -> tuple[Float[Tensor, "b t h s c"], Float[Tensor, "b t h s"]]:
+    """Softmaxes over every prefix of a few points, by masking."""
+    logits = reference.scores(q, k, bias)  # (b, h, s, t)
+    t = logits.shape[-1]
+    past = torch.ones(t, t, dtype=torch.bool, device=logits.device).tril()
+    logits = torch.where(past, logits[..., None, :], EMPTY)  # (b, h, s, t, t)
+    lse = logits.logsumexp(-1)
+    value = (logits - lse[..., None]).exp() @ v[:, :, None].to(logits.dtype)  # (b, h, s, t, c)
+    value, lse = settle(value, lse)
+    return value.permute(0, 3, 1, 2, 4), lse.permute(0, 3, 1, 2)
+
+
+def scan(
+    q: Float[Tensor, "h s c"],
+    k: Float[Tensor, "b h n c"],
+    v: Float[Tensor, "b h n c"],
+    bias: Float[Tensor, "b n"] | None,
+    carry: tuple[Tensor, ...] | None,
+    *,
+    chunk: int,
+    paired: bool,
+) -> tuple[Tensor, ...]:
+    """Value and lse of all prefixes in float64, or `paired`: with what float32 could not hold of both.
+
+    Prefixes inside a chunk are masked softmaxes; what came before arrives as one carried state.
+    """
+    parts: list[tuple[Tensor, ...]] = []
+    for start in range(0, k.shape[-2], chunk):
+        here = slice(start, start + chunk)
+        value, lse = prefixes(q, k[:, :, here], v[:, :, here], None if bias is None else bias[:, here])
+        part: tuple[Tensor, ...] = pairs(value, lse) if paired else (value.double(), lse.double())
+        if carry is not None:
+            part = merge_pairs(*part, *carry) if paired else merge(*part, *carry)
+        parts.append(part)
+        carry = tuple(t[:, -1:] for t in part)
+    return tuple(torch.cat(tensors, 1) for tensors in zip(*parts, strict=True))

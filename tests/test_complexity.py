@@ -1,0 +1,61 @@
+"""The rule of the measured memory table, and that what stands for published code predicts the same."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from complexity import PAPER, PHASES, PublishedCMANP, PublishedTNPD, attention, verdict
+from record import RESULTS
+
+from constmem import CMANP
+from constmem.neural_processes import MODELS, TNPD
+
+ROWS = json.loads((RESULTS / "complexity.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize(
+    ("peak", "expected"),
+    [
+        (lambda _: 5e6, "constant"),
+        (lambda n: 5e6 + 0.5 * n, "constant"),  # half a byte a point holds nothing
+        (lambda n: 5e8 + n, "linear"),  # a boolean a point, under any floor
+        (lambda n: 5e6 + 24 * n, "linear"),
+        (lambda n: 4000 * n + 0.1 * n**2, "linear"),  # what is quadratic does not show yet
+        (lambda n: 5e6 + 4000 * n + 16 * n**2, "quadratic"),
+    ],
+)
+def test_the_rule_sees_growth_under_a_floor(peak: Callable[[int], float], expected: str) -> None:
+    sizes = (512, 1024, 2048, 4096)
+    assert verdict(sizes, [int(peak(n)) for n in sizes])["verdict"] == expected
+
+
+def test_committed_verdicts_follow_from_the_committed_peaks_and_cover_all_models() -> None:
+    for row in ROWS:
+        found = verdict(tuple(row["sizes"]), row["peaks"])
+        assert {key: row[key] for key in found} == found
+    for style in ("fused", "written out"):
+        own = {(r["model"], r["phase"], r["against"]) for r in ROWS if r["attention"] == style}
+        assert own >= {(name, *phase) for name in MODELS for phase in PHASES}
+    assert {r["model"] for r in ROWS if r["paper"] is not None} == set(PAPER)
+
+
+def test_a_cmanp_is_constant_in_every_phase_but_for_its_outputs() -> None:
+    for row in ROWS:
+        if row["model"] == "cmanp" and row["run"] == "library":
+            assert row["verdict"] == ("linear" if row["against"] == "M" else "constant")
+
+
+@pytest.mark.parametrize("style", ["fused", "written out"])
+def test_what_stands_for_published_code_predicts_the_same(style: str) -> None:
+    x, y, xt = torch.rand(1, 20, 2), torch.rand(1, 20, 3), torch.rand(1, 7, 2)
+    tnpd, cmanp = TNPD(dim_x=2, dim_y=3, dim=16, depth=2), CMANP(dim_x=2, dim_y=3, dim=16, depth=2)
+    with torch.no_grad():
+        for model, published in ((tnpd, PublishedTNPD(tnpd)), (cmanp, PublishedCMANP(cmanp))):
+            expected = model.query(model.condition(x, y), xt)
+            with attention(style):
+                mean, std = published.query(published.condition(x, y), xt)
+                again = model.query(model.condition(x, y), xt)
+            torch.testing.assert_close(mean, expected.mean, atol=1e-5, rtol=0)
+            torch.testing.assert_close(std, expected.stddev, atol=1e-5, rtol=0)
+            torch.testing.assert_close(again.mean, expected.mean, atol=1e-5, rtol=0)
