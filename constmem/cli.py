@@ -33,7 +33,10 @@ def demo(
 
 @app.command()
 def train(
-    dataset: Annotated[str, typer.Argument(help="emnist, celeba32, celeba64, celeba128, digits or gp.")],
+    dataset: Annotated[
+        str,
+        typer.Argument(help="emnist, celeba32, celeba64, celeba128, digits, gp; or a CSV file of your own."),
+    ],
     model: Annotated[str, typer.Argument(help="cmanp, lbanp, tnpd, eqtnp, cnp, canp, np, anp, bnp or banp.")],
     recipe: Annotated[str, typer.Option(help="improved (ours) or faithful (the paper's).")] = "improved",
     seed: Annotated[int, typer.Option(help="Of weights and tasks.")] = 0,
@@ -48,8 +51,21 @@ def train(
     change: Annotated[
         list[str] | None, typer.Option("--set", help="key=value or model.key=value; repeatable.")
     ] = None,
+    x: Annotated[str | None, typer.Option("--x", help="Of a CSV file: its input columns, a,b,...")] = None,
+    y: Annotated[str | None, typer.Option("--y", help="Of a CSV file: its output columns.")] = None,
+    group: Annotated[
+        str | None, typer.Option(help="Of a CSV file: the column that says which rows are one task.")
+    ] = None,
 ) -> None:
-    """Train a model; Ctrl-C keeps a checkpoint to go on from."""
+    """Train a model; Ctrl-C keeps a checkpoint to go on from.
+
+    On rows of your own: constmem train sensors.csv cmanp-small --x time,place --y heat [--group sensor]
+    """
+    if dataset.endswith((".csv", ".tsv")):
+        _train_table(Path(dataset), model, x, y, group, out, recipe, seed, steps, device, resume, change)
+        return
+    if x or y or group:
+        raise ValueError(f"--x, --y and --group choose columns of a CSV file, but {dataset!r} is none")
     from constmem.recipes import changed
     from constmem.recipes import recipe as settings_of
     from constmem.train import Run
@@ -59,6 +75,29 @@ def train(
     run = Run(dataset, model, recipe, changed(settings_of(dataset, model, recipe), overrides), seed)
     folder = out or Path("runs") / f"{dataset}-{model}-{recipe}-{seed}"
     run_training(run, out=folder, data_dir=data_dir, device=device, resume=resume, compiled=compiled)
+    print(f"trained: {folder}")
+
+
+def _train_table(
+    path: Path, model: str, x: str | None, y: str | None, group: str | None, out: Path | None, recipe: str,
+    seed: int, steps: int | None, device: str, resume: bool, change: list[str] | None,
+) -> None:  # fmt: skip
+    from constmem.data import Table
+    from constmem.regression import train_table
+
+    if not x or not y:
+        raise ValueError(
+            f"say which columns of {path} are what: --x a,b for the inputs, --y c for the outputs"
+        )
+    if recipe != "improved":
+        raise ValueError("the paper has no recipe for data of your own: leave --recipe out, or use --set")
+    inputs, outputs = ([name.strip() for name in names.split(",")] for names in (x, y))
+    folder = out or Path("runs") / f"{path.stem}-{model}-{seed}"
+    columns = {"file": str(path), "x": inputs, "y": outputs, "group": group}
+    train_table(
+        Table.read(path, x=inputs, y=outputs, group=group), model, out=folder, columns=columns, seed=seed,
+        steps=steps, device=device, resume=resume, change=change,
+    )  # fmt: skip
     print(f"trained: {folder}")
 
 

@@ -91,6 +91,14 @@ def recipe(dataset: str, model: str, name: str = "improved") -> Recipe:
     return replace(Recipe(max_points=max_points, model=settings), **shape)  # type: ignore[arg-type]
 
 
+def table_recipe(model: str, *, dim_x: int, dim_y: int) -> Recipe:
+    """Settings to start from with rows of one's own: made for a few thousand rows and a small machine."""
+    like_gp = recipe("gp", model).model | {"dim_x": dim_x, "dim_y": dim_y}
+    return Recipe(
+        steps=3000, batch=32, warmup=200, max_points=200, num_targets=64, skew=1.0, model=like_gp
+    )  # fmt: skip
+
+
 def _architecture(dataset: str, model: str) -> dict[str, Any]:
     """What the paper sets apart for a data set: depths of the CNP family, the kind of deviation."""
     if model in _CNP_FAMILY:

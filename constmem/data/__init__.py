@@ -1,4 +1,4 @@
-"""Data: tasks of Gaussian processes and of images, and the data sets the images come from."""
+"""Data: tasks of Gaussian processes, of images and of tables, and where they come from."""
 
 from constmem.data.gp import (
     GaussianProcess,
@@ -13,6 +13,7 @@ from constmem.data.packs import DataSet, Listing, MissingDataError, known, listi
 from constmem.data.pixels import evaluation_tasks, image_points, image_tasks, static_image_tasks
 from constmem.data.prepare import prepare_celeba, prepare_emnist
 from constmem.data.sizes import draw_sizes
+from constmem.data.table import Table, TableTasks
 from constmem.data.task import Task
 
 __all__ = [
@@ -22,6 +23,8 @@ __all__ = [
     "Kernel",
     "Listing",
     "MissingDataError",
+    "Table",
+    "TableTasks",
     "Task",
     "draw_gp",
     "draw_sizes",
