@@ -1,4 +1,4 @@
-"""The command line: `constmem demo | train | eval | plot | data`; `--help` imports nothing heavy."""
+"""The command line: `constmem demo | train | eval | table | plot | data`; `--help` imports nothing heavy."""
 
 import json
 import sys
@@ -116,6 +116,57 @@ def evaluate(
         print(json.dumps(found, indent=1))
     else:
         print_table(found)
+
+
+@app.command()
+def table(
+    results: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Folders of scored runs, or JSON files of rows; every run in runs/ if not given."
+        ),
+    ] = None,
+    dataset: Annotated[str | None, typer.Option(help="Only this data set.")] = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write to this file, in Markdown or JSON.")] = None,
+) -> None:
+    """A table like the paper's: models against test sets, ours beside the published."""
+    from constmem import comparison
+
+    paths = results or sorted(path.parent for path in Path("runs").glob("*/eval.json"))
+    if not paths:
+        raise ValueError(
+            "there are no scored runs in runs/: name run folders or JSON files, or run `eval` first"
+        )
+    entries = comparison.compare(comparison.read_rows(paths), dataset=dataset)
+    wants_json = as_json or (out is not None and out.suffix == ".json" and not as_markdown)
+    if not (wants_json or as_markdown or out):
+        comparison.show(entries)
+        return
+    text = comparison.as_json(entries) if wants_json else comparison.markdown(entries)
+    if out is None:
+        print(text)
+    else:
+        from constmem.files import write_text
+
+        print(f"wrote {write_text(out, text + chr(10))}")
+
+
+@app.command()
+def plot(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of runs; several on the same images are compared.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="Folder for the pictures; else RUN/pictures.")] = None,
+    device: Device = "cpu",
+    data_dir: DataDir = None,
+) -> None:
+    """Draw how runs learned, how calibrated they are, and what they complete or fit."""
+    from constmem.pictures import plot_runs
+
+    for path in plot_runs(runs, out=out, data_dir=data_dir, device=device):
+        print(path)
 
 
 @data_app.command(name="list")

@@ -27,6 +27,7 @@ class Recipe:
         num_targets: targets of a task under static sampling.
         skew: how strongly static sampling prefers small contexts (1: uniform; 2: as often as the
             evaluation asks for targets there).
+        invented: of a table of one's own, the share of tasks with invented outputs.
         model: keywords of the model's constructor.
     """
 
@@ -41,6 +42,7 @@ class Recipe:
     max_points: int = 200
     num_targets: int = 100
     skew: float = 2.0
+    invented: float = 0.0
     model: dict[str, Any] = field(default_factory=dict)
 
 

@@ -12,8 +12,9 @@ from constmem.data.images import Images, hold_out, load_images
 from constmem.data.packs import DataSet, Listing, MissingDataError, known, listing
 from constmem.data.pixels import evaluation_tasks, image_points, image_tasks, static_image_tasks
 from constmem.data.prepare import prepare_celeba, prepare_emnist
+from constmem.data.rows import TableTasks
 from constmem.data.sizes import draw_sizes
-from constmem.data.table import Table, TableTasks
+from constmem.data.table import Table
 from constmem.data.task import Task
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Pictures: what people would rather look at than read."""
+"""Images completed from some of their pixels: one model at length, or several side by side."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,32 +10,10 @@ from torch import Tensor
 
 from constmem.data import image_points
 from constmem.neural_processes import NeuralProcess
+from constmem.plots.figure import DPI, bare, pyplot, save_figure
 from constmem.stream import Stream
 
-BLUE, RED, GREY = "#023e8a", "#c1121f", "#8d99ae"
-
-
-def pyplot() -> Any:
-    """matplotlib without a screen, or an error that names the extra it comes with."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'constmem[train]'") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def save_figure(figure: Any, path: str | os.PathLike[str]) -> Path:
-    """Write a figure under a temporary name, then rename it into place."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part{path.suffix}")
-    figure.savefig(temporary)
-    temporary.replace(path)
-    pyplot().close(figure)
-    return path
+UNKNOWN = "#cfe0f5"
 
 
 def completions(
@@ -69,26 +47,76 @@ def completion_grid(
     plt = pyplot()
     results = completions(model, pixels, sizes)
     rows, columns = 3 * len(pixels), len(sizes) + 1
-    figure, axes = plt.subplots(rows, columns, figsize=(0.95 * columns + 1.1, 0.95 * rows + 0.5), dpi=130)
-    for axis in axes.flat:
-        axis.set(xticks=[], yticks=[])
-        for side in axis.spines.values():
-            side.set_visible(False)
+    figure, axes = plt.subplots(rows, columns, figsize=(0.95 * columns + 1.1, 0.95 * rows + 0.5), dpi=DPI)
     brightest = max(float(r["std"].max()) for r in results)
+    for axis in axes.flat:
+        bare(axis)
     for i in range(len(pixels)):
         for j, result in enumerate(results):
-            _show(axes[3 * i, j], result["context"][i], unknown="#cfe0f5")
+            _show(axes[3 * i, j], result["context"][i], unknown=UNKNOWN)
             _show(axes[3 * i + 1, j], result["mean"][i])
-            _show(axes[3 * i + 2, j], result["std"][i].mean(-1, keepdim=True) / brightest, colours="magma")
+            _show_std(axes[3 * i + 2, j], result["std"][i], brightest)
         _show(axes[3 * i + 1, -1], pixels[i].float() / 255)
         for k, name in enumerate(("context", "mean", "uncertainty")):
-            axes[3 * i + k, 0].set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
-    for j, size in enumerate(sizes):
-        axes[0, j].set_title(f"{size} pixels", fontsize=8)
+            _label(axes[3 * i + k, 0], name)
+    _heads(axes[0], sizes)
     axes[1, -1].set_title("truth", fontsize=8)
     figure.suptitle(title, fontsize=10, x=0.02, ha="left")
     figure.tight_layout(rect=(0, 0, 1, 0.985), pad=0.3)
     return save_figure(figure, path)
+
+
+def model_grid(
+    models: Mapping[str, NeuralProcess],
+    pixels: Tensor,
+    sizes: Sequence[int],
+    path: str | os.PathLike[str],
+    *,
+    title: str,
+) -> Path:
+    """Several models on the same pixels of the same images, each with its mean and uncertainty.
+
+    The images stand side by side; each has a column for every context size and one for the truth.
+    """
+    plt = pyplot()
+    results = {name: completions(model, pixels, sizes) for name, model in models.items()}
+    span = len(sizes) + 1
+    rows, columns = 1 + 2 * len(models), span * len(pixels)
+    size = (0.95 * columns + 1.4, 0.95 * rows + 0.5)
+    figure, axes = plt.subplots(rows, columns, figsize=size, dpi=DPI, squeeze=False)
+    brightest = max(float(r["std"].max()) for found in results.values() for r in found)
+    for axis in axes.flat:
+        bare(axis)
+    for i in range(len(pixels)):
+        for j in range(len(sizes)):
+            column = i * span + j
+            for k, found in enumerate(results.values()):
+                _show(axes[0, column], found[j]["context"][i], unknown=UNKNOWN)
+                _show(axes[1 + 2 * k, column], found[j]["mean"][i])
+                _show_std(axes[2 + 2 * k, column], found[j]["std"][i], brightest)
+        _heads(axes[0, i * span :], sizes)
+        _show(axes[0, (i + 1) * span - 1], pixels[i].float() / 255)
+        axes[0, (i + 1) * span - 1].set_title("truth", fontsize=8)
+    _label(axes[0, 0], "context")
+    for k, name in enumerate(models):
+        _label(axes[1 + 2 * k, 0], f"{name}\nmean")
+        _label(axes[2 + 2 * k, 0], "uncertainty")
+    figure.suptitle(title, fontsize=10, x=0.02, ha="left")
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.1 / size[1]), pad=0.3)
+    return save_figure(figure, path)
+
+
+def _heads(axes: Any, sizes: Sequence[int]) -> None:
+    for axis, size in zip(axes, sizes, strict=False):
+        axis.set_title(f"{size} pixels", fontsize=8)
+
+
+def _label(axis: Any, name: str) -> None:
+    axis.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
+
+
+def _show_std(axis: Any, std: Tensor, brightest: float) -> None:
+    _show(axis, std.mean(-1, keepdim=True) / brightest, colours="magma")
 
 
 def _show(axis: Any, image: Tensor, *, unknown: str | None = None, colours: str = "gray") -> None:
@@ -102,19 +130,3 @@ def _show(axis: Any, image: Tensor, *, unknown: str | None = None, colours: str 
         axis.imshow(np.concatenate([np.nan_to_num(array), alpha], -1), interpolation="nearest")
     else:
         axis.imshow(array, cmap=colours, vmin=0, vmax=1, interpolation="nearest")
-
-
-def memory_curve(
-    seen: Sequence[int], lines: Mapping[str, Sequence[float]], path: str | os.PathLike[str], *, title: str
-) -> Path:
-    """Bytes against points seen, both on logarithmic axes."""
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(6.4, 3.8), dpi=130)
-    for (label, values), color in zip(lines.items(), (BLUE, GREY, RED), strict=False):
-        axis.plot(seen, [v / 1e6 for v in values], marker="o", color=color, label=label)
-    axis.set(xscale="log", yscale="log", xlabel="points seen", ylabel="megabytes")
-    axis.set_title(title, loc="left", fontsize=10)
-    axis.grid(alpha=0.25, which="both")
-    axis.legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    return save_figure(figure, path)

@@ -1,0 +1,116 @@
+"""From the rows of a table to tasks: some rows are shown as context, others asked for as targets."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from constmem.data.invented import invented_outputs
+from constmem.data.sizes import draw_skewed, first
+from constmem.data.table import Table
+from constmem.data.task import Task
+from constmem.state import accumulator
+
+KEYS = 4096  # rows of a group up to which its rows are shuffled; of more, some are drawn
+
+
+class TableTasks:
+    """Random tasks of a table's rows: some are shown as context, others asked for as targets.
+
+    Args:
+        table: the rows; those of a task are all of one group, where there are groups.
+        device: where the tasks are made.
+        max_context, num_targets: of one task at most.
+    """
+
+    def __init__(self, table: Table, *, device: torch.device, max_context: int, num_targets: int) -> None:
+        owner = torch.zeros(len(table), dtype=torch.long) if table.groups is None else table.groups
+        order = owner.argsort(stable=True)
+        _, counts = owner.unique(return_counts=True)
+        self.x, self.y = (t[order].to(device, accumulator(device)) for t in (table.x, table.y))
+        self.counts = counts.to(device)
+        self.starts = (counts.cumsum(0) - counts).to(device)
+        self.units = [(t.mean(0), t.std(0)) for t in (self.x, self.y)]
+        self.longest = int(counts.max())
+        self.max_context, self.num_targets = min(max_context, self.longest), min(num_targets, self.longest)
+
+    def sample(
+        self, batch: int, *, generator: torch.Generator, skew: float = 1.0, invented: float = 0.0
+    ) -> Task:
+        """Tasks of one fixed shape, a context size drawn for each and told by a mask.
+
+        Nc ~ U{0..max} where skew is 1, but a target is left to every task; no target is in its context.
+        The last `invented` share of the tasks has the inputs of the rows, but outputs of random functions.
+        """
+        where = generator.device
+        chosen = torch.randint(len(self.counts), (batch,), generator=generator, device=where)
+        task = self._tasks(chosen.to(self.x.device), generator, skew)
+        real = batch - round(invented * batch)
+        if real == batch:
+            return task
+        n = task.xc.shape[1]
+        (x_mean, x_std), (y_mean, y_std) = self.units
+        x = (torch.cat([task.xc, task.xt], 1)[real:] - x_mean) / x_std
+        y = invented_outputs(x, len(y_std), generator=generator) * y_std + y_mean
+        yc, yt = torch.cat([task.yc[:real], y[:, :n]]), torch.cat([task.yt[:real], y[:, n:]])
+        return replace(task, yc=yc, yt=yt)
+
+    def each(self, *, seed: int, rounds: int = 1) -> Iterator[Task]:
+        """Every group as a task, `rounds` times over; the same tasks for the same seed on any device."""
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(rounds):
+            for groups in torch.arange(len(self.counts), device=self.x.device).split(64):
+                yield self._tasks(groups, generator, 1.0)
+
+    def held_out(self, table: Table, *, seed: int, least: int = 1000) -> Iterator[Task]:
+        """Rows that are no context of any task as targets, each task with a random context of these rows.
+
+        Every row is asked for at least once, and few rows several times, until `least` were asked for;
+        the same tasks for the same seed on any device.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        x, y = (t.to(self.x) for t in (table.x, table.y))
+        for _ in range(-(-least // len(table))):
+            order = torch.randperm(len(table), generator=generator).to(self.x.device)
+            for rows in order.split(self.num_targets):
+                task = self._tasks(torch.zeros(1, dtype=torch.long, device=self.x.device), generator, 1.0)
+                yield Task(task.xc, task.yc, x[rows][None], y[rows][None], task.mask_c)
+
+    def everything(self, table: Table, *, limit: int = 10_000) -> Iterator[Task]:
+        """The same rows as targets, with all of these rows (the first `limit`) as the context."""
+        x, y = (t.to(self.x)[None] for t in (table.x, table.y))
+        yield Task(self.x[None, :limit], self.y[None, :limit], x, y)
+
+    def _tasks(self, chosen: Int64[Tensor, "b"], generator: torch.Generator, skew: float) -> Task:
+        device, batch = self.x.device, len(chosen)
+        sizes = self.counts[chosen]
+        most = self.max_context
+        drawn = draw_skewed(batch, low=0, high=most, skew=skew, generator=generator).to(device)
+        context = torch.minimum(drawn, sizes - 1)
+        rows, fresh = self._shuffled(sizes, most + self.num_targets, generator)
+        rows = rows + self.starts[chosen][:, None]
+        slots = torch.arange(self.num_targets, device=device) + context[:, None]  # behind the context
+        mask_c = first(context, most) & fresh[:, :most]
+        mask_t = (slots < sizes[:, None]) & fresh.gather(1, slots)
+        xc, yc = (t[rows[:, :most]] for t in (self.x, self.y))
+        xt, yt = (t[rows.gather(1, slots)] for t in (self.x, self.y))
+        return Task(xc, yc, xt, yt, mask_c, mask_t)
+
+    def _shuffled(
+        self, sizes: Int64[Tensor, "b"], count: int, generator: torch.Generator
+    ) -> tuple[Int64[Tensor, "b n"], Tensor]:
+        """Rows of each group in random order, and which of them have not come before."""
+        device, batch = self.x.device, len(sizes)
+        if self.longest <= KEYS:
+            width = max(self.longest, count)
+            keys = torch.rand(batch, width, generator=generator, device=generator.device).to(device)
+            order = torch.where(first(sizes, width), keys, 2.0).argsort(1)[:, :count]  # the real ones first
+            return torch.minimum(order, sizes[:, None] - 1), torch.ones_like(order, dtype=torch.bool)
+        u = torch.rand(batch, count, generator=generator, device=generator.device, dtype=torch.float64)
+        rows = (u.to(device) * sizes[:, None]).long()
+        ordered, order = rows.sort(dim=1, stable=True)
+        repeats = torch.zeros_like(ordered, dtype=torch.bool)
+        repeats[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+        return rows, ~torch.zeros_like(repeats).scatter(1, order, repeats)
