@@ -21,6 +21,7 @@ from constmem.sources import Source
 from constmem.train import TABLE
 
 SHARES = (0.01, 0.04, 0.08, 0.16, 0.32)  # of an image's pixels, as growing contexts
+FEW_PIXELS, FEW_SHARES = 200, (1 / 16, 1 / 8, 1 / 4, 1 / 2)  # of a very small image
 GP_SIZES = (3, 6, 12, 24)
 IMAGES = (3, 2)  # how many images for one model, and for several side by side
 BATCHES = 100  # of a test set, for calibration
@@ -110,7 +111,7 @@ def _images(dataset: str, count: int, data_dir: Path | None) -> Tensor:
 
 def _sizes(pixels: Tensor) -> list[int]:
     whole = pixels.shape[1] * pixels.shape[2]
-    return sorted({max(round(share * whole), 1 + i) for i, share in enumerate(SHARES)})
+    return [round(share * whole) for share in (FEW_SHARES if whole < FEW_PIXELS else SHARES)]
 
 
 def _side_by_side(runs: Sequence[Trained], path: Path, *, data_dir: Path | None) -> Path:

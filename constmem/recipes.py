@@ -27,7 +27,7 @@ class Recipe:
         num_targets: targets of a task under static sampling.
         skew: how strongly static sampling prefers small contexts (1: uniform; 2: as often as the
             evaluation asks for targets there).
-        invented: of a table of one's own, the share of tasks with invented outputs.
+        jitter: of a table of one's own, noise on its inputs in training, in standard deviations.
         model: keywords of the model's constructor.
     """
 
@@ -42,7 +42,7 @@ class Recipe:
     max_points: int = 200
     num_targets: int = 100
     skew: float = 2.0
-    invented: float = 0.0
+    jitter: float = 0.0
     model: dict[str, Any] = field(default_factory=dict)
 
 
@@ -93,11 +93,16 @@ def recipe(dataset: str, model: str, name: str = "improved") -> Recipe:
     return replace(Recipe(max_points=max_points, model=settings), **shape)  # type: ignore[arg-type]
 
 
-def table_recipe(model: str, *, dim_x: int, dim_y: int) -> Recipe:
-    """Settings to start from with rows of one's own: made for a few thousand rows and a small machine."""
+def table_recipe(model: str, *, dim_x: int, dim_y: int, rows: int, grouped: bool) -> Recipe:
+    """Settings to start from with rows of one's own: made for a few thousand rows and a small machine.
+
+    Where all rows are one task, noise on the inputs keeps them from being learned by heart: half of
+    Scott's bandwidth, rows^(-1 / (dim_x + 4)).
+    """
     like_gp = recipe("gp", model).model | {"dim_x": dim_x, "dim_y": dim_y}
+    jitter = 0.0 if grouped else round(0.5 * rows ** (-1 / (dim_x + 4)), 3)
     return Recipe(
-        steps=3000, batch=32, warmup=200, max_points=200, num_targets=64, skew=1.0, model=like_gp
+        steps=2000, batch=16, warmup=100, num_targets=64, skew=1.0, jitter=jitter, model=like_gp
     )  # fmt: skip
 
 

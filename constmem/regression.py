@@ -36,7 +36,9 @@ def train_table(
         change: settings as `key=value` or `model.key=value`.
         columns: what the columns are called, for the record.
     """
-    recipe = table_recipe(model, dim_x=table.x.shape[1], dim_y=table.y.shape[1])
+    (rows, dim_x), dim_y = table.x.shape, table.y.shape[1]
+    grouped = table.groups is not None
+    recipe = table_recipe(model, dim_x=dim_x, dim_y=dim_y, rows=rows, grouped=grouped)
     recipe = changed(recipe, [*(change or []), *([] if steps is None else [f"steps={steps}"])])
     run = Run(table.name, model, "own data", recipe, seed, columns or {"file": None})
     every = max(recipe.steps // 20 // LOG_EVERY * LOG_EVERY, LOG_EVERY)

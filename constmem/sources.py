@@ -117,6 +117,6 @@ def _table(table: Table, recipe: Recipe, device: torch.device) -> Source:
         fixed = partial(tasks(validation).each, seed=1, rounds=4)
 
     def sample(generator: torch.Generator) -> Task:
-        return own.sample(recipe.batch, generator=generator, skew=recipe.skew, invented=recipe.invented)
+        return own.sample(recipe.batch, generator=generator, skew=recipe.skew, jitter=recipe.jitter)
 
     return Source(sample, fixed, tests, table.statement, Scales.of(training.x, training.y))

@@ -7,7 +7,6 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from constmem.data.invented import invented_outputs
 from constmem.data.sizes import draw_skewed, first
 from constmem.data.table import Table
 from constmem.data.task import Task
@@ -32,30 +31,29 @@ class TableTasks:
         self.x, self.y = (t[order].to(device, accumulator(device)) for t in (table.x, table.y))
         self.counts = counts.to(device)
         self.starts = (counts.cumsum(0) - counts).to(device)
-        self.units = [(t.mean(0), t.std(0)) for t in (self.x, self.y)]
+        self.x_std = self.x.std(0)
         self.longest = int(counts.max())
         self.max_context, self.num_targets = min(max_context, self.longest), min(num_targets, self.longest)
 
     def sample(
-        self, batch: int, *, generator: torch.Generator, skew: float = 1.0, invented: float = 0.0
+        self, batch: int, *, generator: torch.Generator, skew: float = 1.0, jitter: float = 0.0
     ) -> Task:
         """Tasks of one fixed shape, a context size drawn for each and told by a mask.
 
         Nc ~ U{0..max} where skew is 1, but a target is left to every task; no target is in its context.
-        The last `invented` share of the tasks has the inputs of the rows, but outputs of random functions.
+        With jitter, noise of so many standard deviations on the inputs keeps few rows from being
+        learned by heart.
         """
         where = generator.device
         chosen = torch.randint(len(self.counts), (batch,), generator=generator, device=where)
         task = self._tasks(chosen.to(self.x.device), generator, skew)
-        real = batch - round(invented * batch)
-        if real == batch:
+        if jitter == 0:
             return task
-        n = task.xc.shape[1]
-        (x_mean, x_std), (y_mean, y_std) = self.units
-        x = (torch.cat([task.xc, task.xt], 1)[real:] - x_mean) / x_std
-        y = invented_outputs(x, len(y_std), generator=generator) * y_std + y_mean
-        yc, yt = torch.cat([task.yc[:real], y[:, :n]]), torch.cat([task.yt[:real], y[:, n:]])
-        return replace(task, yc=yc, yt=yt)
+        xc, xt = (
+            x + jitter * self.x_std * torch.randn(x.shape, generator=generator, device=where).to(x)
+            for x in (task.xc, task.xt)
+        )
+        return replace(task, xc=xc, xt=xt)
 
     def each(self, *, seed: int, rounds: int = 1) -> Iterator[Task]:
         """Every group as a task, `rounds` times over; the same tasks for the same seed on any device."""

@@ -26,10 +26,9 @@ def learning_curve(entries: Sequence[Mapping[str, Any]], path: AnyPath, *, title
     shape = {"height_ratios": (3, 2, 1)}
     figure, axes = plt.subplots(3, 1, figsize=(6.8, 5.6), dpi=DPI, sharex=True, gridspec_kw=shape)
     at, loss = zip(*steps["loss"], strict=True)
-    axes[0].plot(at, loss, color=GREY, alpha=0.5, linewidth=0.8, label="each logged step")
-    axes[0].plot(at, _smooth(loss), color=BLUE, label="running mean")
-    low, high = _range(loss)
-    axes[0].set(ylabel="loss", ylim=(low, high))
+    axes[0].plot(at, loss, color=GREY, alpha=0.7, linewidth=0.8, label="logged steps")
+    axes[0].plot(at, _smooth(loss), color=BLUE, label="their running mean")
+    axes[0].set(ylabel="loss", ylim=_range(loss), xlim=(0, at[-1] * 1.02))
     axes[0].legend(frameon=False, fontsize=8, loc="upper right")
     if steps["validation"]:
         at, found = zip(*steps["validation"], strict=True)
@@ -61,7 +60,7 @@ def calibration_curve(pits: Mapping[str, Float[Tensor, " n"]], path: AnyPath, *,
         pits: for each test set, F(y) of its values under their predictions.
     """
     plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.9), dpi=DPI)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.8), dpi=DPI)
     levels = torch.linspace(0, 1, 51)
     left.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle=":")
     for (name, pit), colour in zip(pits.items(), (BLUE, RED, GREY), strict=False):
@@ -132,7 +131,7 @@ def memory_curve(
 
 def _smooth(values: Sequence[float], share: float = 0.05) -> list[float]:
     """The mean of the last twentieth of what came before."""
-    window = max(int(len(values) * share), 1)
+    window = max(int(len(values) * share), 2)
     sums = torch.tensor([0.0, *values], dtype=torch.float64).cumsum(0)
     index = torch.arange(1, len(values) + 1)
     start = (index - window).clamp_min(0)
@@ -144,5 +143,5 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     """Limits that a few wild values do not stretch."""
     numbers = torch.tensor(values, dtype=torch.float64)
     low, high = (float(q) for q in numbers.quantile(torch.tensor([0.02, 0.98], dtype=torch.float64)))
-    margin = max(0.15 * (high - low), 1e-3)
+    margin = max(0.15 * (high - low), 0.05)
     return low - margin, high + margin

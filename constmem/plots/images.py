@@ -56,13 +56,13 @@ def completion_grid(
             _show(axes[3 * i, j], result["context"][i], unknown=UNKNOWN)
             _show(axes[3 * i + 1, j], result["mean"][i])
             _show_std(axes[3 * i + 2, j], result["std"][i], brightest)
-        _show(axes[3 * i + 1, -1], pixels[i].float() / 255)
+        _show(axes[3 * i, -1], pixels[i].float() / 255)
         for k, name in enumerate(("context", "mean", "uncertainty")):
             _label(axes[3 * i + k, 0], name)
     _heads(axes[0], sizes)
-    axes[1, -1].set_title("truth", fontsize=8)
+    axes[0, -1].set_title("truth", fontsize=8)
     figure.suptitle(title, fontsize=10, x=0.02, ha="left")
-    figure.tight_layout(rect=(0, 0, 1, 0.985), pad=0.3)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.05 / rows), pad=0.3)
     return save_figure(figure, path)
 
 
@@ -80,10 +80,11 @@ def model_grid(
     """
     plt = pyplot()
     results = {name: completions(model, pixels, sizes) for name, model in models.items()}
-    span = len(sizes) + 1
-    rows, columns = 1 + 2 * len(models), span * len(pixels)
-    size = (0.95 * columns + 1.4, 0.95 * rows + 0.5)
-    figure, axes = plt.subplots(rows, columns, figsize=size, dpi=DPI, squeeze=False)
+    span = len(sizes) + 2  # the contexts, the truth, and a gap
+    rows, columns = 1 + 2 * len(models), span * len(pixels) - 1
+    size = (0.95 * (columns - 0.6 * (len(pixels) - 1)) + 1.4, 0.95 * rows + 0.5)
+    widths = [0.4 if i % span == span - 1 else 1.0 for i in range(columns)]
+    figure, axes = plt.subplots(rows, columns, figsize=size, dpi=DPI, width_ratios=widths, squeeze=False)
     brightest = max(float(r["std"].max()) for found in results.values() for r in found)
     for axis in axes.flat:
         bare(axis)
@@ -95,8 +96,9 @@ def model_grid(
                 _show(axes[1 + 2 * k, column], found[j]["mean"][i])
                 _show_std(axes[2 + 2 * k, column], found[j]["std"][i], brightest)
         _heads(axes[0, i * span :], sizes)
-        _show(axes[0, (i + 1) * span - 1], pixels[i].float() / 255)
-        axes[0, (i + 1) * span - 1].set_title("truth", fontsize=8)
+        truth = axes[0, i * span + len(sizes)]
+        _show(truth, pixels[i].float() / 255)
+        truth.set_title("truth", fontsize=8)
     _label(axes[0, 0], "context")
     for k, name in enumerate(models):
         _label(axes[1 + 2 * k, 0], f"{name}\nmean")
@@ -108,7 +110,7 @@ def model_grid(
 
 def _heads(axes: Any, sizes: Sequence[int]) -> None:
     for axis, size in zip(axes, sizes, strict=False):
-        axis.set_title(f"{size} pixels", fontsize=8)
+        axis.set_title(f"{size} pixel{'s' if size != 1 else ''}", fontsize=8)
 
 
 def _label(axis: Any, name: str) -> None:
