@@ -12,7 +12,7 @@ from torch import Tensor
 
 from constmem import plots
 from constmem.comparison import NAMES, model_name
-from constmem.data import Kernel, Table, Task, draw_gp, load_images
+from constmem.data import GaussianProcess, Kernel, Table, Task, load_images
 from constmem.evaluate import pit_values
 from constmem.neural_processes import NeuralProcess
 from constmem.plots import Fit
@@ -23,6 +23,7 @@ from constmem.train import TABLE
 SHARES = (0.01, 0.04, 0.08, 0.16, 0.32)  # of an image's pixels, as growing contexts
 FEW_PIXELS, FEW_SHARES = 200, (1 / 16, 1 / 8, 1 / 4, 1 / 2)  # of a very small image
 GP_SIZES = (3, 6, 12, 24)
+GP_SHOWN = (0.55, 0.8, 0.48)  # length, scale and period, inside the protocol's: functions one can follow
 IMAGES = (3, 2)  # how many images for one model, and for several side by side
 BATCHES = 100  # of a test set, for calibration
 
@@ -105,7 +106,9 @@ def _images(dataset: str, count: int, data_dir: Path | None) -> Tensor:
     images = load_images(dataset, data_dir=data_dir, split="test")
     if images.labels is None:
         return images.pixels[:count]
-    classes = [2, 5, 8] if dataset == "digits" else [3, 21, 36]  # emnist: a digit, and two unseen letters
+    classes = (
+        [2, 5, 8] if dataset == "digits" else [3, 10, 36]
+    )  # emnist: a digit, and two unseen letters, A and a
     return torch.stack([images.pixels[images.labels == c][1] for c in classes[:count]])
 
 
@@ -128,10 +131,11 @@ def _side_by_side(runs: Sequence[Trained], path: Path, *, data_dir: Path | None)
 def _gp_rows(model: NeuralProcess[Any, Any]) -> list[tuple[str, list[Fit]]]:
     """A function of each kernel, from growing contexts, with the exact posterior beside the model's."""
     rows: list[tuple[str, list[Fit]]] = []
-    grid = torch.linspace(-2, 2, 201)[None, :, None]
+    grid = torch.linspace(-2, 2, 401)[None, :, None]
     for kernel in get_args(Kernel):
         generator = torch.Generator().manual_seed(4)
-        process = draw_gp(1, kernel=kernel, generator=generator)
+        length, scale, period = (torch.tensor([number], dtype=torch.float64) for number in GP_SHOWN)
+        process = GaussianProcess(kernel, length, scale, period if kernel == "periodic" else None)
         x = torch.rand(1, max(GP_SIZES), 1, generator=generator) * 4 - 2
         y = process.sample(x, generator=generator).float()
         fits = []

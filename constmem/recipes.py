@@ -96,11 +96,11 @@ def recipe(dataset: str, model: str, name: str = "improved") -> Recipe:
 def table_recipe(model: str, *, dim_x: int, dim_y: int, rows: int, grouped: bool) -> Recipe:
     """Settings to start from with rows of one's own: made for a few thousand rows and a small machine.
 
-    Where all rows are one task, noise on the inputs keeps them from being learned by heart: half of
-    Scott's bandwidth, rows^(-1 / (dim_x + 4)).
+    Where all rows are one task, noise on the inputs keeps them from being learned by heart, the more
+    the fewer and wider they are: 2 rows^(-2 / (dim_x + 4)) standard deviations, at most one.
     """
     like_gp = recipe("gp", model).model | {"dim_x": dim_x, "dim_y": dim_y}
-    jitter = 0.0 if grouped else round(0.5 * rows ** (-1 / (dim_x + 4)), 3)
+    jitter = 0.0 if grouped else round(min(2 * rows ** (-2 / (dim_x + 4)), 1.0), 3)
     return Recipe(
         steps=2000, batch=16, warmup=100, num_targets=64, skew=1.0, jitter=jitter, model=like_gp
     )  # fmt: skip

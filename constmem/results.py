@@ -59,7 +59,10 @@ def read_run(folder: Path) -> dict[str, Any]:
 def source_of(folder: Path, run: dict[str, Any], *, data_dir: Path | None, device: torch.device) -> Source:
     """The data that a run was trained on."""
     table = Table.load(folder / TABLE) if (folder / TABLE).exists() else None
-    recipe = Recipe(**run["recipe"])
+    try:
+        recipe = Recipe(**run["recipe"])
+    except TypeError as error:
+        raise ValueError(f"{folder} was written by another version of constmem: {error}") from error
     return open_source(run["dataset"], recipe, data_dir=data_dir, device=device, table=table)
 
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -130,13 +131,9 @@ def memory_curve(
 
 
 def _smooth(values: Sequence[float], share: float = 0.05) -> list[float]:
-    """The mean of the last twentieth of what came before."""
-    window = max(int(len(values) * share), 2)
-    sums = torch.tensor([0.0, *values], dtype=torch.float64).cumsum(0)
-    index = torch.arange(1, len(values) + 1)
-    start = (index - window).clamp_min(0)
-    smoothed: list[float] = ((sums[index] - sums[start]) / (index - start)).tolist()
-    return smoothed
+    """The mean of the twentieth of all values around each."""
+    half = max(int(len(values) * share) // 2, 1)
+    return [fmean(values[max(i - half, 0) : i + half + 1]) for i in range(len(values))]
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:

@@ -47,7 +47,8 @@ def completion_grid(
     plt = pyplot()
     results = completions(model, pixels, sizes)
     rows, columns = 3 * len(pixels), len(sizes) + 1
-    figure, axes = plt.subplots(rows, columns, figsize=(0.95 * columns + 1.1, 0.95 * rows + 0.5), dpi=DPI)
+    size = (0.95 * columns + 1.1, 0.95 * rows + 0.5)
+    figure, axes = plt.subplots(rows, columns, figsize=size, dpi=DPI)
     brightest = max(float(r["std"].max()) for r in results)
     for axis in axes.flat:
         bare(axis)
@@ -62,7 +63,7 @@ def completion_grid(
     _heads(axes[0], sizes)
     axes[0, -1].set_title("truth", fontsize=8)
     figure.suptitle(title, fontsize=10, x=0.02, ha="left")
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.05 / rows), pad=0.3)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.22 / size[1]), pad=0.3)
     return save_figure(figure, path)
 
 
@@ -104,7 +105,7 @@ def model_grid(
         _label(axes[1 + 2 * k, 0], f"{name}\nmean")
         _label(axes[2 + 2 * k, 0], "uncertainty")
     figure.suptitle(title, fontsize=10, x=0.02, ha="left")
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.1 / size[1]), pad=0.3)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.22 / size[1]), pad=0.3)
     return save_figure(figure, path)
 
 
