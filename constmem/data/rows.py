@@ -12,7 +12,7 @@ from constmem.data.table import Table
 from constmem.data.task import Task
 from constmem.state import accumulator
 
-KEYS = 4096  # rows of a group up to which its rows are shuffled; of more, some are drawn
+STRETCH = 4096  # rows of a group that are shuffled for a task
 
 
 class TableTasks:
@@ -26,7 +26,8 @@ class TableTasks:
 
     def __init__(self, table: Table, *, device: torch.device, max_context: int, num_targets: int) -> None:
         owner = torch.zeros(len(table), dtype=torch.long) if table.groups is None else table.groups
-        order = owner.argsort(stable=True)
+        order = torch.randperm(len(owner), generator=torch.Generator().manual_seed(0))
+        order = order[owner[order].argsort(stable=True)]  # group by group, in random order inside
         _, counts = owner.unique(return_counts=True)
         self.x, self.y = (t[order].to(device, accumulator(device)) for t in (table.x, table.y))
         self.counts = counts.to(device)
@@ -82,33 +83,26 @@ class TableTasks:
         yield Task(self.x[None, :limit], self.y[None, :limit], x, y)
 
     def _tasks(self, chosen: Int64[Tensor, "b"], generator: torch.Generator, skew: float) -> Task:
-        device, batch = self.x.device, len(chosen)
+        device, batch, most = self.x.device, len(chosen), self.max_context
         sizes = self.counts[chosen]
-        most = self.max_context
         drawn = draw_skewed(batch, low=0, high=most, skew=skew, generator=generator).to(device)
         context = torch.minimum(drawn, sizes - 1)
-        rows, fresh = self._shuffled(sizes, most + self.num_targets, generator)
-        rows = rows + self.starts[chosen][:, None]
+        rows = self._shuffled(sizes, most + self.num_targets, generator) + self.starts[chosen][:, None]
         slots = torch.arange(self.num_targets, device=device) + context[:, None]  # behind the context
-        mask_c = first(context, most) & fresh[:, :most]
-        mask_t = (slots < sizes[:, None]) & fresh.gather(1, slots)
         xc, yc = (t[rows[:, :most]] for t in (self.x, self.y))
         xt, yt = (t[rows.gather(1, slots)] for t in (self.x, self.y))
-        return Task(xc, yc, xt, yt, mask_c, mask_t)
+        return Task(xc, yc, xt, yt, first(context, most), slots < sizes[:, None])
 
     def _shuffled(
         self, sizes: Int64[Tensor, "b"], count: int, generator: torch.Generator
-    ) -> tuple[Int64[Tensor, "b n"], Tensor]:
-        """Rows of each group in random order, and which of them have not come before."""
-        device, batch = self.x.device, len(sizes)
-        if self.longest <= KEYS:
-            width = max(self.longest, count)
-            keys = torch.rand(batch, width, generator=generator, device=generator.device).to(device)
-            order = torch.where(first(sizes, width), keys, 2.0).argsort(1)[:, :count]  # the real ones first
-            return torch.minimum(order, sizes[:, None] - 1), torch.ones_like(order, dtype=torch.bool)
-        u = torch.rand(batch, count, generator=generator, device=generator.device, dtype=torch.float64)
-        rows = (u.to(device) * sizes[:, None]).long()
-        ordered, order = rows.sort(dim=1, stable=True)
-        repeats = torch.zeros_like(ordered, dtype=torch.bool)
-        repeats[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
-        return rows, ~torch.zeros_like(repeats).scatter(1, order, repeats)
+    ) -> Int64[Tensor, "b n"]:
+        """Distinct rows of each group in random order; the last again and again where there are too few.
+
+        Of a long group a stretch is shuffled that starts anywhere; its rows came in random order already.
+        """
+        device, width = self.x.device, max(min(self.longest, STRETCH), count)
+        draws = torch.rand(len(sizes), width + 1, generator=generator, device=generator.device).to(device)
+        start = (draws[:, -1:].double() * sizes[:, None]).long()
+        real = first(sizes, width)
+        order = torch.where(real, draws[:, :-1], 2.0).argsort(1)[:, :count]  # the real ones first
+        return (start + torch.minimum(order, sizes[:, None] - 1)) % sizes[:, None]

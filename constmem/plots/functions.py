@@ -47,6 +47,7 @@ def function_fits(
             axis.set_title(f"{len(fit.context[0])} points", fontsize=8)
             plain(axis)
             axis.tick_params(labelsize=7)
+            axis.xaxis.get_offset_text().set_fontsize(7)
         row[0].set_ylabel(name, fontsize=9)
     handles, labels = axes[0, -1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False, fontsize=8)
