@@ -3,9 +3,12 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from constmem.data import Table
 
 app = typer.Typer(
     help="Attention whose memory does not grow.", no_args_is_help=True, add_completion=False,
@@ -18,6 +21,11 @@ DataDir = Annotated[
     Path | None, typer.Option(envvar="CONSTMEM_DATA", help="Folder of prepared data sets (*.npz).")
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
+X = Annotated[str | None, typer.Option("--x", help="Of a CSV file: its input columns, a,b,...")]
+Y = Annotated[str | None, typer.Option("--y", help="Of a CSV file: its output columns.")]
+Group = Annotated[
+    str | None, typer.Option(help="Of a CSV file: the column that says which rows are one task.")
+]
 
 
 @app.command()
@@ -51,18 +59,24 @@ def train(
     change: Annotated[
         list[str] | None, typer.Option("--set", help="key=value or model.key=value; repeatable.")
     ] = None,
-    x: Annotated[str | None, typer.Option("--x", help="Of a CSV file: its input columns, a,b,...")] = None,
-    y: Annotated[str | None, typer.Option("--y", help="Of a CSV file: its output columns.")] = None,
-    group: Annotated[
-        str | None, typer.Option(help="Of a CSV file: the column that says which rows are one task.")
-    ] = None,
+    x: X = None,
+    y: Y = None,
+    group: Group = None,
 ) -> None:
     """Train a model; Ctrl-C keeps a checkpoint to go on from.
 
     On rows of your own: constmem train sensors.csv cmanp-small --x time,place --y heat [--group sensor]
     """
     if dataset.endswith((".csv", ".tsv")):
-        _train_table(Path(dataset), model, x, y, group, out, recipe, seed, steps, device, resume, change)
+        from constmem.regression import train_table
+
+        rows, columns = _read_table(Path(dataset), x, y, group, recipe)
+        folder = out or Path("runs") / f"{Path(dataset).stem}-{model}-{seed}"
+        train_table(
+            rows, model, out=folder, columns=columns, seed=seed, steps=steps, device=device, resume=resume,
+            change=change,
+        )  # fmt: skip
+        print(f"trained: {folder}")
         return
     if x or y or group:
         raise ValueError(f"--x, --y and --group choose columns of a CSV file, but {dataset!r} is none")
@@ -78,12 +92,10 @@ def train(
     print(f"trained: {folder}")
 
 
-def _train_table(
-    path: Path, model: str, x: str | None, y: str | None, group: str | None, out: Path | None, recipe: str,
-    seed: int, steps: int | None, device: str, resume: bool, change: list[str] | None,
-) -> None:  # fmt: skip
+def _read_table(
+    path: Path, x: str | None, y: str | None, group: str | None, recipe: str
+) -> tuple["Table", dict[str, Any]]:
     from constmem.data import Table
-    from constmem.regression import train_table
 
     if not x or not y:
         raise ValueError(
@@ -92,13 +104,8 @@ def _train_table(
     if recipe != "improved":
         raise ValueError("the paper has no recipe for data of your own: leave --recipe out, or use --set")
     inputs, outputs = ([name.strip() for name in names.split(",")] for names in (x, y))
-    folder = out or Path("runs") / f"{path.stem}-{model}-{seed}"
     columns = {"file": str(path), "x": inputs, "y": outputs, "group": group}
-    train_table(
-        Table.read(path, x=inputs, y=outputs, group=group), model, out=folder, columns=columns, seed=seed,
-        steps=steps, device=device, resume=resume, change=change,
-    )  # fmt: skip
-    print(f"trained: {folder}")
+    return Table.read(path, x=inputs, y=outputs, group=group), columns
 
 
 @app.command(name="eval")

@@ -160,6 +160,7 @@ def test_scales_keep_all_their_digits_in_a_model_of_less_precision() -> None:
     model = model.to(torch.float32)
     assert model.scales is not None
     inside = model.scales.inputs(stamps)
+    assert abs(inside.mean().item()) < 1e-9
     assert inside.unique().numel() == 100
     assert inside.float().std().item() == pytest.approx(1.0, abs=0.01)
 
