@@ -1,6 +1,7 @@
 """A table like the paper's: models against test sets, ours beside the published, seeds together."""
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -190,4 +191,4 @@ def show(entries: list[Entry]) -> None:
             table.add_column(column, justify="left" if column in ("model", "recipe", "device") else "right")
         for row in rows:
             table.add_row(*row)
-        Console().print(table)
+        Console(width=None if sys.stdout.isatty() else 160).print(table)

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -119,4 +120,4 @@ def print_table(rows: Iterable[dict[str, Any]]) -> None:
                 "" if published is None else f"{published:.2f}", f"{s['rmse']:.4f}", f"{s['crps']:.4f}",
                 f"{100 * s['coverage']['0.9']:.1f} %", f"{row['minutes']:.1f}",
             )  # fmt: skip
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)

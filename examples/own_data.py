@@ -1,9 +1,9 @@
-"""From a CSV file of your own to a trained model that streams: sensors, one of them never seen before.
+"""From a CSV file of your own to a trained model that streams: sensors, some never seen before.
 
-python examples/own_data.py [--steps 1500] [--model cnp] [--out own-data]
+python examples/own_data.py [--steps 1000] [--model cnp] [--out own-data]
 
 It writes a file as sensors might leave behind, trains on it what `constmem train sensors.csv cnp --x time
---y heat --group sensor` would, and then shows the model a new sensor, one reading at a time.
+--y heat --group sensor` would, and then shows the model twenty new sensors, one reading at a time.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from constmem.regression import train_table
 DAY, START = 86_400.0, 1_700_000_000.0  # seconds
 
 
-def readings(number: int, count: int = 50) -> list[tuple[float, float]]:
+def readings(number: int, count: int = 40) -> list[tuple[float, float]]:
     """Time and temperature of one sensor over a day: a mean, a swing and a phase of its own, and noise."""
     chance = random.Random(number)
     mean, swing, phase = chance.gauss(15, 5), chance.uniform(1, 4), chance.uniform(0, 2 * math.pi)
@@ -32,7 +32,7 @@ def readings(number: int, count: int = 50) -> list[tuple[float, float]]:
     ]
 
 
-def write_sensors(path: Path, sensors: int = 60) -> Path:
+def write_sensors(path: Path, sensors: int = 500) -> Path:
     """A CSV file with the readings of many sensors."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
@@ -45,7 +45,7 @@ def write_sensors(path: Path, sensors: int = 60) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--model", default="cnp")
     parser.add_argument("--out", type=Path, default=Path("own-data"))
     options = parser.parse_args()
@@ -54,23 +54,28 @@ def main() -> None:
     print(table.statement)
     folder = options.out / "model"
     model = train_table(
-        table, options.model, out=folder, steps=options.steps, change=["lr=0.002", "num_targets=30"]
+        table,
+        options.model,
+        out=folder,
+        steps=options.steps,
+        change=["lr=0.002", "batch=32", "num_targets=20"],
     )
 
-    points = readings(number=1000)  # a sensor that was not in the file
-    random.Random(0).shuffle(points)
-    x, y = (torch.tensor(side, dtype=torch.float64)[None, :, None] for side in zip(*points, strict=True))
-    stream = Stream(model)  # in seconds and degrees: the model keeps the units
-    print("readings   RMSE of the last 20   mean ± deviation of the first of these   bytes remembered")
+    new = [readings(1000 + i, 50) for i in range(20)]  # sensors that were not in the file
+    for points in new:
+        random.Random(0).shuffle(points)
+    x, y = torch.tensor(new, dtype=torch.float64).split(1, -1)
+    stream = Stream(model, batch=len(new))  # in seconds and degrees: the model keeps the units
+    print("readings shown   RMSE of 20 others   predicted deviation   bytes remembered a sensor")
     for seen in range(31):
         if seen in (0, 1, 3, 10, 30):
             forecast = stream.predict(x[:, 30:])
             error = (forecast.mean - y[:, 30:]).square().mean().sqrt().item()
-            first = f"{forecast.mean[0, 0, 0]:.1f} ± {forecast.stddev[0, 0, 0]:.1f} (truth {y[0, 30, 0]:.1f})"
-            print(f"{seen:8}   {error:19.2f}   {first:>40}   {stream.nbytes:16,}")
+            held = stream.nbytes // len(new)
+            print(f"{seen:14}   {error:17.2f}   {forecast.stddev.mean().item():19.2f}   {held:25,}")
         if seen < 30:
             stream.observe(x[:, seen : seen + 1], y[:, seen : seen + 1])
-    stream.save(options.out / "sensor-1000.safetensors")
+    stream.save(options.out / "stream.safetensors")
     print(f"score it with `constmem eval {folder}`, draw it with `constmem plot {folder}`")
 
 
