@@ -7,8 +7,9 @@ splits exactly in two: `observe` (data to state) and `read` (state to latents). 
 stack observe does not depend on one another: all of them look at a chunk in one pass.
 """
 
+from collections.abc import Callable
 from math import sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +25,10 @@ from constmem.attention import (
     check_residual,
 )
 from constmem.checks import positive
+from constmem.embed import MLP
 from constmem.initial import keep_variance
-from constmem.state import AttentionState
+from constmem.kernels import native
+from constmem.state import AttentionState, bias_of
 
 
 class Prepared(NamedTuple):
@@ -40,10 +43,11 @@ class _Memory(NamedTuple):
     """A `Prepared`, and by what to know that it still holds."""
 
     key: object
-    bits: list[Tensor]
-    sums: list[int]
+    bits: Callable[[], object]
+    sum: object
     prepared: Prepared
     absorbed: tuple[Tensor, Tensor]
+    plans: dict[tuple[int, ...], native.Plan]  # by where the weights of an embedding lie
 
 
 class Observation(nn.Module):
@@ -67,6 +71,9 @@ class Observation(nn.Module):
         self.query = nn.Parameter(std * torch.randn(depth, dim, dim))
         self.key_value = nn.Parameter(std * torch.randn(2, depth, dim, dim))
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_memory": None}  # a copy has weights of its own to remember things of
+
     def normed_slots(self) -> Float[Tensor, "depth s d"]:
         """The slots after their normalisation."""
         return F.layer_norm(self.slots, (self.dim,)) * self.slots_scale + self.slots_shift
@@ -84,10 +91,10 @@ class Observation(nn.Module):
         autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         key = self.slots.dtype, autocast, [_identity(p) for p in parameters]
         memory = self._memory
-        if memory is None or memory.key != key or memory.sums != _bit_sums(memory.bits):
-            bits = [_sample(p) for p in parameters]
+        if memory is None or memory.key != key or memory.sum != memory.bits():
+            bits = _bits_of([p.detach() for p in parameters])
             prepared = self._prepare()
-            memory = _Memory(key, bits, _bit_sums(bits), prepared, _absorbed(prepared))
+            memory = _Memory(key, bits, bits(), prepared, _absorbed(prepared), {})
             self._memory = memory
         return memory.prepared
 
@@ -100,16 +107,43 @@ class Observation(nn.Module):
 
     def observe(
         self,
-        tokens: Float[Tensor, "b n d"],
+        data: Float[Tensor, "b n i"],
         mask: Tensor | None = None,
         log_weight: Tensor | None = None,
+        *,
+        embed: MLP | None = None,
     ) -> AttentionState:
-        """The state of exactly these tokens, for all blocks in one pass."""
+        """The state of exactly these tokens (or points that `embed` makes tokens), for all blocks at once."""
         prepared = self.prepared()
+        plan = self._plan(prepared, data, embed)
+        if plan is not None:
+            value, lse = native.observe(plan, data, bias_of(mask, log_weight, data.dtype))
+            shape = data.shape[0], *prepared.queries.shape[:3]
+            count = torch.full(data.shape[:1], data.shape[1]) if mask is None else mask.sum(-1)
+            return AttentionState(value.view(*shape, -1), lse.view(shape), count)
+        tokens = data if embed is None else embed(data)
         if tokens.shape[1] == 1 and mask is None and log_weight is None:
             return self._observe_single(tokens[:, 0], prepared)
         k, v = self._keys_values(tokens, prepared)
         return AttentionState.observe(prepared.queries, k, v, mask, log_weight)
+
+    def _plan(self, prepared: Prepared, data: Tensor, embed: MLP | None) -> native.Plan | None:
+        """How machine code is to observe such data, where there is any, nothing is learned and all is float32."""
+        memory = self._memory
+        if memory is None or memory.prepared is not prepared or data.shape[1] == 0:
+            return None
+        layers = [] if embed is None else embed.weights()
+        tensors = [data, *prepared, *(t for layer in layers for t in layer)]
+        if any(t.dtype != torch.float32 for t in tensors) or torch.is_autocast_enabled("cpu"):
+            return None
+        if not native.usable():
+            return None
+        key = tuple(t.data_ptr() for layer in layers for t in layer)
+        if key not in memory.plans:
+            memory.plans.clear()
+            weights = native.pack(prepared.queries.flatten(0, 1), prepared.weight, prepared.shift)
+            memory.plans[key] = native.Plan(weights, layers)
+        return memory.plans[key]
 
     def _observe_single(self, token: Float[Tensor, "b d"], prepared: Prepared) -> AttentionState:
         """The softmax over one token is one: its scores are the lse, its values every slot's value."""
@@ -145,14 +179,17 @@ def _absorbed(prepared: Prepared) -> tuple[Float[Tensor, "sv d"], Float[Tensor, 
     return torch.cat([scores[0].flatten(0, 2), wv]), torch.cat([scores[1].flatten(), bv])
 
 
-def _sample(p: Tensor) -> Tensor:
-    """The bits of small parameters, and of every 61st number of large ones."""
-    word = {8: torch.int64, 4: torch.int32, 2: torch.int16}[p.element_size()]
-    return p.detach().view(-1).view(word)[:: 61 if p.numel() > 999 else 1]
+def _bits_of(parameters: list[Tensor]) -> Callable[[], object]:
+    """Adds up the bits of small parameters, and of every 61st number of large ones."""
+    if native.usable() and all(p.element_size() >= 4 for p in parameters):
+        return native.Watch(parameters, _stride).sum
+    words = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+    bits = [p.view(-1).view(words[p.element_size()])[:: _stride(p)] for p in parameters]
+    return lambda: [int(b.sum()) for b in bits]
 
 
-def _bit_sums(bits: list[Tensor]) -> list[int]:
-    return [int(b.sum()) for b in bits]
+def _stride(p: Tensor) -> int:
+    return 61 if p.numel() > 999 else 1
 
 
 def _identity(p: Tensor) -> tuple[int, int]:
@@ -229,12 +266,14 @@ class CMABStack(nn.Module):
 
     def observe(
         self,
-        tokens: Float[Tensor, "b n d"],
+        data: Float[Tensor, "b n i"],
         mask: Tensor | None = None,
         log_weight: Tensor | None = None,
+        *,
+        embed: MLP | None = None,
     ) -> AttentionState:
-        """The state of exactly these tokens, for all blocks in one pass."""
-        return self.observation.observe(tokens, mask, log_weight)
+        """The state of exactly these tokens (or points that `embed` makes tokens), for all blocks at once."""
+        return self.observation.observe(data, mask, log_weight, embed=embed)
 
     def empty(self, batch: int) -> AttentionState:
         """The state of nothing."""

@@ -22,7 +22,11 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
-        for i, layer in enumerate(self.layers):  # calling modules would take a tenth of a small update
-            weight, bias = layer._parameters["weight"], layer._parameters["bias"]
-            x = F.linear(x if i == 0 else F.relu(x), weight, bias)  # type: ignore[arg-type]
+        for i, (weight, bias) in enumerate(self.weights()):
+            x = F.linear(x if i == 0 else F.relu(x), weight, bias)
         return x
+
+    def weights(self) -> list[tuple[Float[Tensor, "o i"], Float[Tensor, " o"]]]:
+        """Every layer's weight and bias, past the modules' calls and look-ups: small updates feel those."""
+        parameters = [layer._parameters for layer in self.layers]
+        return [(p["weight"], p["bias"]) for p in parameters]  # type: ignore[misc]

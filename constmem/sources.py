@@ -76,10 +76,11 @@ def _images(dataset: str, recipe: Recipe, data_dir: Path | None, device: torch.d
 
     def sample(generator: torch.Generator) -> Task:
         index = torch.randint(len(pixels), (recipe.batch,), generator=generator, device=generator.device)
+        chosen = data.augmented(pixels[index], recipe.augment, generator=generator)
         if recipe.sampling == "reference":
-            return data.image_tasks(pixels[index], generator=generator, max_points=recipe.max_points)
+            return data.image_tasks(chosen, generator=generator, max_points=recipe.max_points)
         return data.static_image_tasks(
-            pixels[index],
+            chosen,
             generator=generator,
             num_context_max=min(recipe.max_points - 3, pixels[0, ..., 0].numel() - recipe.num_targets),
             num_targets=recipe.num_targets,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from constmem import kernels
 from constmem.files import read_tensors, write_tensors
-from constmem.kernels import reference
+from constmem.kernels import native, reference
 
 EMPTY = -(2.0**100)  # about -1e30, and the same number in float64, float32 and bfloat16
 KIND, VERSION = "constmem.state", 1
@@ -58,6 +58,8 @@ def merge(
     other_lse: Float[Tensor, "*#h s"],
 ) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]]:
     """The state of the union of two disjoint sets; accurate to the dtype's last digits."""
+    if native.merges(value, lse, other_value, other_lse):
+        return native.merge(value, lse, other_value, other_lse)
     share = torch.sigmoid(other_lse - lse)
     return torch.lerp(value, other_value, share[..., None]), torch.logaddexp(lse, other_lse)
 

@@ -184,7 +184,7 @@ def _stepper(
                 mask_t=task.mask_t,
                 generator=generator,
             )
-        optimiser.zero_grad(set_to_none=not on_gpu)
+        optimiser.zero_grad()
         loss.backward()
         if recipe.clip > 0:
             torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip, foreach=True)

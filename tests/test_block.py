@@ -327,7 +327,7 @@ def test_sizes_may_be_odd(dim: int, num_heads: int, num_slots: int, dtype: torch
     tokens = torch.randn(2, 4, dim, dtype=dtype)
     with torch.no_grad():
         without = block.observe(tokens)
-    assert_observed(without, block.observe(tokens), 1e-9)
+    assert_observed(without, block.observe(tokens), 1e-5 if dtype == torch.float32 else 1e-9)
 
 
 # What is remembered of the parameters
@@ -462,7 +462,8 @@ def test_parameters_lent_for_a_call_are_used() -> None:
             with torch.no_grad():
                 found = torch.func.functional_call(block, lent, (latents, tokens))
             expected = torch.func.functional_call(block, lent, (latents, tokens))  # computed with a graph
-            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+            size = float(expected.detach().abs().max())  # of weights without measure
+            torch.testing.assert_close(found, expected, atol=1e-5 * size, rtol=0)
             del lent
 
 

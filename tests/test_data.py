@@ -10,6 +10,7 @@ import torch
 from constmem.data import (
     Images,
     Task,
+    augmented,
     draw_sizes,
     evaluation_tasks,
     gp_tasks,
@@ -294,3 +295,37 @@ def test_static_tasks_never_wait_for_the_gpu_and_evaluation_equals_the_cpus():
     here = evaluation_tasks(Images(pixels, None, "made", "here"), seed=0)
     away = evaluation_tasks(Images(there, None, "made", "here"), seed=0)
     assert all(same(a, b.to("cpu")) for a, b in zip(here, away, strict=True))
+
+
+# Augmentation
+
+
+def test_half_of_the_images_are_turned_into_any_of_the_eight_symmetries():
+    image = torch.arange(9, dtype=torch.uint8).view(1, 3, 3, 1)
+    found = augmented(image.expand(8000, -1, -1, -1), "turn", generator=seeded())
+    kinds, counts = found.flatten(1).unique(dim=0, return_counts=True)
+    symmetries = {tuple(t.flatten().tolist()) for k in range(4) for t in (image[0, ..., 0].rot90(k),)}
+    symmetries |= {tuple(image[0, ..., 0].rot90(k).flip(0).flatten().tolist()) for k in range(4)}
+    assert {tuple(k) for k in kinds.tolist()} == symmetries
+    upright = counts[(kinds == image.flatten()).all(1)].item() / 8000
+    assert abs(upright - (1 / 2 + 1 / 16)) < 0.03
+    assert all(abs(c / 8000 - 1 / 16) < 0.02 for c in counts.tolist() if c / 8000 < 0.4)
+
+
+def test_a_mirror_swaps_left_and_right_only():
+    image = torch.arange(6, dtype=torch.uint8).view(1, 2, 3, 1)
+    found = augmented(image.expand(400, -1, -1, -1), "mirror", generator=seeded())
+    mirrored = (found == image.flip(2)).flatten(1).all(1)
+    assert (mirrored | (found == image).flatten(1).all(1)).all()
+    assert 150 < mirrored.sum() < 250
+
+
+def test_images_that_are_not_square_cannot_be_turned():
+    with pytest.raises(ValueError, match=r"cannot augment images of \(2, 3\) pixels by 'turn'"):
+        augmented(torch.zeros(1, 2, 3, 1, dtype=torch.uint8), "turn", generator=seeded())
+    assert augmented(torch.zeros(1, 2, 3, 1, dtype=torch.uint8), "none", generator=seeded()).shape == (
+        1,
+        2,
+        3,
+        1,
+    )

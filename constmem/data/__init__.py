@@ -1,5 +1,6 @@
 """Data: tasks of Gaussian processes, of images and of tables, and where they come from."""
 
+from constmem.data.augment import augmented
 from constmem.data.gp import (
     GaussianProcess,
     Kernel,
@@ -27,6 +28,7 @@ __all__ = [
     "Table",
     "TableTasks",
     "Task",
+    "augmented",
     "draw_gp",
     "draw_sizes",
     "evaluation_tasks",

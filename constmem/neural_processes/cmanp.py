@@ -90,8 +90,8 @@ class CMANP(NeuralProcess):
     def _observe(
         self, x: Tensor, y: Tensor, mask: Tensor | None, log_weight: Tensor | None
     ) -> AttentionState:
-        tokens = self.embed(torch.cat([x, y], -1).to(self.latents.dtype))
-        return self.stack.observe(tokens, mask, log_weight)
+        points = torch.cat([x, y], -1).to(self.latents.dtype)
+        return self.stack.observe(points, mask, log_weight, embed=self.embed)
 
     def _fold(self, chunks: list[Chunk]) -> AttentionState:
         observation = self.stack.observation

@@ -1,0 +1,251 @@
+"""The CPU's own machine code for observing and merging: built once from `native.cpp`, where a compiler is.
+
+What PyTorch needs a dozen operators and a buffer the size of the data for, one call does here tile by
+tile. The library is compiled for the very machine at first use (a few seconds, kept in the user's cache
+folder); without a compiler, or with CONSTMEM_NATIVE=0, everything runs on PyTorch's operators as before.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from math import log2
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread")
+VECTOR = 16  # channels of a head are padded to a multiple of this
+_LOG2E = log2(torch.e)
+_log = logging.getLogger("constmem")
+_Pointer, _Number = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Plan(ctypes.Structure):
+    """`Plan` of native.cpp: where weights lie, and their sizes."""
+
+    _fields_ = (
+        ("layers", _Number), ("weight", _Pointer), ("bias", _Pointer), ("widths", _Pointer),
+        ("heads", _Number), ("slots", _Number), ("channels", _Number), ("queries", _Pointer),
+        ("key", _Pointer), ("key_shift", _Pointer), ("value", _Pointer), ("value_shift", _Pointer),
+        ("key_turned", _Pointer), ("query_turned", _Pointer),
+    )  # fmt: skip
+
+
+class Weights(NamedTuple):
+    """The weights of an observation in the order the machine code reads them."""
+
+    queries: Float[Tensor, "h s c"]
+    key: Float[Tensor, "hc d"]
+    key_shift: Float[Tensor, " hc"]
+    value: Float[Tensor, "h d c"]
+    value_shift: Float[Tensor, " hc"]
+    key_turned: Float[Tensor, "h d c"]
+    query_turned: Float[Tensor, "h c s"]
+    channels: int  # before they were padded
+
+
+class Plan:
+    """How points become a state: an embedding's layers, then keys, values and queries."""
+
+    def __init__(self, weights: Weights, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        heads, slots, channels = weights.queries.shape
+        widths = [w.shape[0] for w, _ in layers]
+        widths = [layers[0][0].shape[1] if layers else weights.key.shape[1], *widths]
+        addresses = _Pointer * len(layers)
+        parts = (
+            addresses(*(weight.data_ptr() for weight, _ in layers)),
+            addresses(*(bias.data_ptr() for _, bias in layers)),
+            (_Number * len(widths))(*widths),
+        )
+        where = [ctypes.cast(part, _Pointer) for part in parts]
+        content = _Plan(len(layers), *where, heads, slots, channels, *(t.data_ptr() for t in weights[:7]))
+        self.pointer = ctypes.byref(content)
+        self.shape = heads, slots, channels
+        self.weights = weights
+        self._kept = layers, parts  # what the addresses point to
+
+
+def pack(
+    queries: Float[Tensor, "h s c"], weight: Float[Tensor, "kv d"], shift: Float[Tensor, " kv"]
+) -> Weights:
+    """Weights as `Observation.prepared` gives them, scaled to base two, padded and turned."""
+    heads, _, channels = queries.shape
+    more = -channels % VECTOR
+
+    def padded(t: Tensor) -> Tensor:
+        t = t.unflatten(0, (heads, channels))
+        return torch.nn.functional.pad(t, (0, 0, 0, more) if t.ndim == 3 else (0, more))
+
+    (key, value), (key_shift, value_shift) = weight.chunk(2), shift.chunk(2)
+    q = torch.nn.functional.pad(queries * _LOG2E, (0, more))
+    return Weights(
+        q.contiguous(),
+        padded(key).flatten(0, 1).contiguous(),
+        padded(key_shift).flatten().contiguous(),
+        padded(value).transpose(1, 2).contiguous(),
+        padded(value_shift).flatten().contiguous(),
+        padded(key).transpose(1, 2).contiguous(),
+        torch.nn.functional.pad(q.mT, (0, -q.shape[1] % VECTOR)).contiguous(),
+        channels,
+    )
+
+
+def observe(
+    plan: Plan, data: Float[Tensor, "b n i"], bias: Float[Tensor, "b n"] | None
+) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h s"]]:
+    """Value and lse of each task's points, for all heads; points of bias `EMPTY` are left out."""
+    b, n, _ = data.shape
+    heads, slots, channels = plan.shape
+    data = data.contiguous()
+    lse = torch.empty(b, heads, slots, dtype=torch.float64)
+    if n == 1 and bias is None:
+        value = torch.empty(b, heads, 1, channels, dtype=torch.float64)
+        _require().observe_one(plan.pointer, b, data.data_ptr(), value.data_ptr(), lse.data_ptr())
+        return value[..., : plan.weights.channels].expand(-1, -1, slots, -1), lse
+    value = torch.empty(b, heads, slots, channels, dtype=torch.float64)
+    bias = None if bias is None else bias.float().contiguous()
+    weights = None if bias is None else bias.data_ptr()
+    _require().observe(
+        plan.pointer,
+        b,
+        n,
+        data.data_ptr(),
+        weights,
+        torch.get_num_threads(),
+        value.data_ptr(),
+        lse.data_ptr(),
+    )
+    return value[..., : plan.weights.channels], lse
+
+
+def merge(
+    value: Float[Tensor, "*h s c"],
+    lse: Float[Tensor, "*h s"],
+    other_value: Float[Tensor, "*h s c"],
+    other_lse: Float[Tensor, "*h s"],
+) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]]:
+    """The algebra's `merge` of float64 tensors in one pass."""
+    shared = other_value.stride(-2) == 0 and other_value.shape[-2] > 1  # one point: the same for every slot
+    other_value = other_value[..., :1, :] if shared else other_value
+    tensors = value, lse, other_value, other_lse
+    value, lse, other_value, other_lse = (t if t.is_contiguous() else t.contiguous() for t in tensors)
+    merged, merged_lse = torch.empty_like(value), torch.empty_like(lse)
+    _require().merge(
+        lse.numel(), value.shape[-1], value.data_ptr(), lse.data_ptr(), other_value.data_ptr(),
+        value.shape[-2] if shared else 1, other_lse.data_ptr(), merged.data_ptr(), merged_lse.data_ptr(),
+    )  # fmt: skip
+    return merged, merged_lse
+
+
+def merges(*tensors: Tensor) -> bool:
+    """Whether `merge` can take these: float64 on a CPU, of one shape, no gradient, nothing traced."""
+    value, lse, other_value, other_lse = tensors
+    return (
+        value.dtype == other_value.dtype == torch.float64
+        and value.device.type == "cpu"
+        and value.shape == other_value.shape
+        and lse.shape == other_lse.shape
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+        and usable()
+    )
+
+
+class Watch:
+    """Tells by the bits of every `step`-th number whether tensors were written to."""
+
+    def __init__(self, tensors: Sequence[Tensor], step: Callable[[Tensor], int]) -> None:
+        count = len(tensors)
+        words = [t.numel() * t.element_size() // 4 for t in tensors]
+        steps = [step(t) * t.element_size() // 4 or 1 for t in tensors]
+        self._kept = tensors  # their memory must not go to others
+        self._content = (
+            (_Pointer * count)(*(t.data_ptr() for t in tensors)),
+            (_Number * count)(*words),
+            (_Number * count)(*steps),
+        )
+
+    def sum(self) -> int:
+        """A number that changes when they do."""
+        return int(_require().sum_of_bits(len(self._kept), *self._content))
+
+
+def usable() -> bool:
+    """Whether there is machine code, and ordinary tensors to run it on."""
+    traced = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+    return not traced and library() is not None
+
+
+def _require() -> ctypes.CDLL:
+    found = library()
+    if found is None:
+        raise RuntimeError("there is no machine code: ask native.usable() first")
+    return found
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled library, built if need be; None, after one line in the log, where that is not possible."""
+    if os.environ.get("CONSTMEM_NATIVE", "1") == "0":
+        return None
+    try:
+        return load(built(FLAGS))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = (getattr(error, "stderr", None) or str(error)).strip()[:500]
+        _log.warning("no machine code for this CPU, PyTorch's operators serve instead: %s", detail)
+        return None
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """A library with its functions' types declared."""
+    found = ctypes.CDLL(str(path))
+    found.observe.argtypes = [_Pointer, _Number, _Number, _Pointer, _Pointer, _Number, _Pointer, _Pointer]
+    found.observe_one.argtypes = [_Pointer, _Number, _Pointer, _Pointer, _Pointer]
+    found.merge.argtypes = [_Number, _Number, *[_Pointer] * 3, _Number, *[_Pointer] * 3]
+    for function in (found.observe, found.observe_one, found.merge):
+        function.restype = None
+    found.sum_of_bits.argtypes = [_Number, _Pointer, _Pointer, _Pointer]
+    found.sum_of_bits.restype = ctypes.c_uint64
+    return found
+
+
+def built(flags: Sequence[str]) -> Path:
+    """The library's file, compiled unless it lies in the cache; safe when several processes ask at once."""
+    names = [os.environ["CXX"]] if "CXX" in os.environ else ["c++", "g++", "clang++"]
+    compiler = next(filter(None, map(shutil.which, names)), None)
+    if compiler is None:
+        raise FileNotFoundError(f"no C++ compiler was found under the name {' or '.join(names)}")
+    about = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    key = hashlib.sha256(SOURCE.read_bytes() + f"{flags}{about}{_cpu()}".encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "constmem"
+    path = folder / f"native-{key}.so"
+    if path.is_file():
+        return path
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _log.info("compiling machine code for this CPU into %s", path)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        made = Path(temporary) / path.name
+        command = [compiler, *flags, str(SOURCE), "-o", str(made)]
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+        made.replace(path)
+    return path
+
+
+def _cpu() -> str:
+    """What `-march=native` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    kinds = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    return f"{platform.machine()}{platform.processor()}{sorted(kinds)}"

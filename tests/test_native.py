@@ -1,0 +1,195 @@
+"""Machine code: the numbers of PyTorch's operators in float64; nothing is lost where it cannot be built."""
+
+import copy
+import ctypes
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from constmem import CMAB, CMANP
+from constmem.block import Observation
+from constmem.embed import MLP
+from constmem.kernels import native
+from constmem.state import EMPTY, AttentionState
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
+VECTORS = {"widest": (), "256 bits": ("-mno-avx512f",), "128 bits": ("-mno-avx",)}
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
+
+
+@pytest.fixture(params=list(VECTORS) if IS_X86 else ["widest"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    """The library as built for this machine, and as it would be for smaller ones."""
+    found = native.load(native.built((*native.FLAGS, *VECTORS[request.param])))
+    monkeypatch.setattr(native, "library", lambda: found)
+    return found
+
+
+def observation(dim: int, heads: int, slots: int, sharpness: float = 1.0) -> Observation:
+    found = Observation(dim=dim, depth=2, num_slots=slots, num_heads=heads)
+    with torch.no_grad():
+        for p in (found.tokens_scale, found.tokens_shift, found.slots_scale, found.slots_shift):
+            p.add_(0.3 * torch.randn_like(p))
+        found.query.mul_(sharpness)
+    return found
+
+
+def exact(
+    found: Observation, data: Tensor, mask: Tensor | None, weight: Tensor | None, embed: MLP | None
+) -> AttentionState:
+    """The same by PyTorch's operators on float64 numbers."""
+    wide, wide_embed = copy.deepcopy(found).double(), None if embed is None else copy.deepcopy(embed).double()
+    return wide.observe(
+        data.double(), mask, None if weight is None else weight.double(), embed=wide_embed
+    )  # no machine code in float64
+
+
+WIDTHS = (64, 4, 128), (33, 3, 31), (16, 2, 5), (40, 1, 16)  # tokens, heads, slots
+SIZES = (1, 1), (3, 1), (2, 2), (1, 63), (1, 64), (5, 65), (1, 300)  # tasks, points
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize(("dim", "heads", "slots"), WIDTHS)
+@pytest.mark.parametrize("kind", ["plain", "masked", "weighted", "embedded", "sharp"])
+@torch.no_grad()
+def test_observing_agrees_with_float64_operators(dim: int, heads: int, slots: int, kind: str) -> None:
+    torch.manual_seed(dim)
+    found = observation(dim, heads, slots, 300.0 if kind == "sharp" else 1.0)
+    embed = MLP(dim_in=3, dim_hidden=17, dim_out=dim, depth=3) if kind == "embedded" else None
+    for batch, n in SIZES:
+        data = torch.randn(batch, n, 3 if embed else dim)
+        mask = torch.rand(batch, n) < 0.6 if kind == "masked" else None
+        weight = 30 * torch.randn(batch, n) if kind == "weighted" else None
+        assert found._plan(found.prepared(), data, embed) is not None
+        seen = found.observe(data, mask, weight, embed=embed)
+        expected = exact(found, data, mask, weight, embed)
+        size = float(expected.lse.abs().clamp(1, 1e6).max())
+        torch.testing.assert_close(seen.lse, expected.lse, atol=2e-6 * size, rtol=1e-6)
+        torch.testing.assert_close(seen.value, expected.value, atol=1e-5 * size, rtol=0)
+        assert torch.equal(seen.count, expected.count)
+
+
+@pytest.mark.usefixtures("library")
+@torch.no_grad()
+def test_tasks_of_masked_points_only_are_exactly_empty() -> None:
+    found = observation(16, 2, 5)
+    state = found.observe(torch.randn(2, 70, 16), torch.zeros(2, 70, dtype=torch.bool))
+    assert torch.equal(state.value, torch.zeros_like(state.value))
+    assert torch.equal(state.lse, torch.full_like(state.lse, EMPTY))
+
+
+@pytest.mark.usefixtures("library")
+@torch.no_grad()
+def test_scores_may_climb_far_above_those_seen_first() -> None:
+    found, n = observation(16, 2, 5), 130
+    weight = torch.linspace(-4000, 4000, n)[None]
+    weight[0, 70] = 5000.0  # all but this point vanish
+    data = torch.randn(1, n, 16)
+    state, expected = found.observe(data, None, weight), exact(found, data, None, weight, None)
+    torch.testing.assert_close(state.value, expected.value, atol=1e-5, rtol=0)
+    torch.testing.assert_close(state.lse, expected.lse, atol=0, rtol=1e-6)
+
+
+@torch.no_grad()
+def test_the_number_of_threads_changes_nothing_that_matters() -> None:
+    found, data = observation(16, 2, 5), torch.randn(1, 1000, 16)
+    before = torch.get_num_threads()
+    try:
+        states = []
+        for threads in (1, 2, 7):
+            torch.set_num_threads(threads)
+            states.append(found.observe(data))
+    finally:
+        torch.set_num_threads(before)
+    for state in states[1:]:
+        torch.testing.assert_close(state.value, states[0].value, atol=1e-6, rtol=0)
+        torch.testing.assert_close(state.lse, states[0].lse, atol=1e-6, rtol=0)
+
+
+def by_formula(value: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    share = torch.sigmoid(other_lse - lse)[..., None]
+    return torch.lerp(value, other, share), torch.logaddexp(lse, other_lse)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 40.0, 1e4, 1e28])
+@pytest.mark.parametrize(("slots", "channels"), [(1, 1), (5, 3), (33, 8), (128, 16)])
+def test_merging_agrees_with_the_formula_to_the_last_digits(scale: float, slots: int, channels: int) -> None:
+    random = torch.Generator().manual_seed(slots)
+    value, other = torch.randn(2, 3, 2, slots, channels, dtype=torch.float64, generator=random)
+    lse, other_lse = scale * torch.randn(2, 3, 2, slots, dtype=torch.float64, generator=random)
+    other_lse[0] = EMPTY
+    lse[1, 0] = EMPTY
+    shared = other[..., :1, :].expand(other.shape)
+    for part in (other, shared):
+        merged, merged_lse = native.merge(value, lse, part, other_lse)
+        expected, expected_lse = by_formula(value, lse, part, other_lse)
+        torch.testing.assert_close(merged, expected, atol=3e-15, rtol=0)
+        torch.testing.assert_close(merged_lse, expected_lse, atol=3e-16, rtol=4e-16)
+        assert torch.equal(merged[0], value[0])  # nothing was added
+        assert torch.equal(merged_lse[0], lse[0].maximum(torch.tensor(EMPTY, dtype=torch.float64)))
+        assert torch.equal(merged[1, 0], part[1, 0])  # to nothing
+
+
+@torch.no_grad()
+def test_weights_written_behind_the_version_counters_back_are_noticed() -> None:
+    block, tokens = CMAB(dim=16, num_slots=4, num_heads=2), torch.randn(1, 9, 16)
+    before = block.observe(tokens)
+    block.stack.observation.key_value.data.mul_(1.5)
+    assert float((block.observe(tokens).lse - before.lse).abs().max()) > 1e-3
+
+
+@torch.no_grad()
+def test_an_embedding_given_other_weights_is_not_taken_for_the_old_one() -> None:
+    model = CMANP(
+        dim_x=1, dim_y=1, dim=16, depth=1, num_slots=4, num_latents=4, hidden=16, num_heads=2
+    ).eval()
+    x, y = torch.randn(1, 5, 1), torch.randn(1, 5, 1)
+    before = model.condition(x, y)
+    layer = model.embed.layers[0]
+    layer.weight = torch.nn.Parameter(layer.weight + 1)
+    after = model.condition(x, y)
+    expected = copy.deepcopy(model).double().condition(x.double(), y.double())
+    assert float((after.lse - before.lse).abs().max()) > 1e-3
+    torch.testing.assert_close(after.lse, expected.lse, atol=1e-5, rtol=0)
+
+
+PROGRAM = """
+import logging, sys, torch
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+from constmem import CMANP
+from constmem.kernels import native
+torch.manual_seed(0)
+model = CMANP(dim_x=1, dim_y=1, dim=16, depth=1, num_slots=4, num_latents=4, hidden=16, num_heads=2).eval()
+with torch.no_grad():
+    state = model.condition(torch.linspace(-1, 1, 99).view(1, -1, 1), torch.linspace(0, 1, 99).view(1, -1, 1))
+print("machine code:", native.library() is not None, "lse:", round(float(state.lse.sum()), 3))
+"""
+
+
+def run(tmp_path: Path, **changes: str) -> str:
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"} | changes
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=240)
+    return done.stdout
+
+
+def test_without_a_working_compiler_the_operators_serve_and_the_log_says_so_once(tmp_path: Path) -> None:
+    built = run(tmp_path)
+    assert "compiling machine code" in built
+    assert "machine code: True" in built
+    result = built[built.index("lse:") :]
+    for change in ({"CXX": "no-such-compiler"}, {"CXX": "false"}, {"CONSTMEM_NATIVE": "0"}):
+        told = run(tmp_path / "other", **change)
+        assert "machine code: False" in told
+        assert result in told
+        assert told.count("no machine code for this CPU") == ("CXX" in change)
+    again = run(tmp_path)
+    assert "compiling" not in again  # it was kept
+    assert not [p for p in (tmp_path / "constmem").iterdir() if p.suffix != ".so"]  # and nothing else
