@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from constmem.comparison import compare, markdown
 from constmem.files import write_text
 
 ROOT = Path(__file__).parents[1]
@@ -80,21 +81,7 @@ def numbers() -> str:
 
 
 def reproduction() -> str:
-    lines = [
-        "| EMNIST | parameters | ours, by point: seen / unseen | ours, by batch: seen / unseen | "
-        "published (by batch): seen / unseen | steps | RMSE |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for r in rows("emnist"):
-        seen, unseen = r["scores"]["seen"], r["scores"]["unseen"]
-        pairs = [
-            f"{seen[key]:.2f} / {unseen[key]:.2f}" for key in ("log_likelihood", "log_likelihood_by_batch")
-        ]
-        published = f"{r['published']['seen']:.2f} / {r['published']['unseen']:.2f}"
-        lines.append(
-            f"| {r['model']} | {r['parameters']:,} | {pairs[0]} | {pairs[1]} | {published} | "
-            f"{r['steps']:,} x {r['settings']['batch']} | {seen['rmse']:.3f} / {unseen['rmse']:.3f} |"
-        )
+    lines = [markdown(compare(rows("emnist")))]
     coverage = next(r for r in rows("emnist") if r["model"] == "cmanp")["scores"]["seen"]["coverage"]
     step = {r["what"]: r for r in rows("training_step")}
     fast = step["constmem, captured, tf32"]["times_faster"], step["constmem, captured, bf16"]["times_faster"]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from constmem.block import CMAB, CMABStack
-    from constmem.neural_processes import CMANP, ConditioningError, NeuralProcess
+    from constmem.neural_processes import CMANP, ConditioningError, NeuralProcess, Scales
     from constmem.state import AttentionState
     from constmem.stream import Decay, Stream, Window
 
@@ -17,13 +17,14 @@ __all__ = [
     "ConditioningError",
     "Decay",
     "NeuralProcess",
+    "Scales",
     "Stream",
     "Window",
 ]
 
 _HOMES = {
     "block": ("CMAB", "CMABStack"),
-    "neural_processes": ("CMANP", "ConditioningError", "NeuralProcess"),
+    "neural_processes": ("CMANP", "ConditioningError", "NeuralProcess", "Scales"),
     "state": ("AttentionState",),
     "stream": ("Decay", "Stream", "Window"),
 }

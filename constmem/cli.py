@@ -1,12 +1,15 @@
-"""The command line: `constmem demo | train | eval | plot | data`; `--help` imports nothing heavy."""
+"""The command line: `constmem demo | train | eval | table | plot | data`; `--help` imports nothing heavy."""
 
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from constmem.data import Table
 
 app = typer.Typer(
     help="Attention whose memory does not grow.", no_args_is_help=True, add_completion=False,
@@ -19,6 +22,11 @@ DataDir = Annotated[
     Path | None, typer.Option(envvar="CONSTMEM_DATA", help="Folder of prepared data sets (*.npz).")
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
+X = Annotated[str | None, typer.Option("--x", help="Of a CSV file: its input columns, a,b,...")]
+Y = Annotated[str | None, typer.Option("--y", help="Of a CSV file: its output columns.")]
+Group = Annotated[
+    str | None, typer.Option(help="Of a CSV file: the column that says which rows are one task.")
+]
 
 
 @app.command()
@@ -34,7 +42,10 @@ def demo(
 
 @app.command()
 def train(
-    dataset: Annotated[str, typer.Argument(help="emnist, celeba32, celeba64, celeba128, digits or gp.")],
+    dataset: Annotated[
+        str,
+        typer.Argument(help="emnist, celeba32, celeba64, celeba128, digits, gp; or a CSV file of your own."),
+    ],
     model: Annotated[str, typer.Argument(help="cmanp, lbanp, tnpd, eqtnp, cnp, canp, np, anp, bnp or banp.")],
     recipe: Annotated[str, typer.Option(help="improved (ours) or faithful (the paper's).")] = "improved",
     seed: Annotated[int, typer.Option(help="Of weights and tasks.")] = 0,
@@ -49,8 +60,27 @@ def train(
     change: Annotated[
         list[str] | None, typer.Option("--set", help="key=value or model.key=value; repeatable.")
     ] = None,
+    x: X = None,
+    y: Y = None,
+    group: Group = None,
 ) -> None:
-    """Train a model; Ctrl-C keeps a checkpoint to go on from."""
+    """Train a model; Ctrl-C keeps a checkpoint to go on from.
+
+    On rows of your own: constmem train sensors.csv cmanp-small --x time,place --y heat [--group sensor]
+    """
+    if dataset.endswith((".csv", ".tsv")):
+        from constmem.regression import train_table
+
+        rows, columns = _read_table(Path(dataset), x, y, group, recipe)
+        folder = out or Path("runs") / f"{Path(dataset).stem}-{model}-{seed}"
+        train_table(
+            rows, model, out=folder, columns=columns, seed=seed, steps=steps, device=device, resume=resume,
+            change=change,
+        )  # fmt: skip
+        print(f"trained: {folder}")
+        return
+    if x or y or group:
+        raise ValueError(f"--x, --y and --group choose columns of a CSV file, but {dataset!r} is none")
     from constmem.recipes import changed
     from constmem.recipes import recipe as settings_of
     from constmem.train import Run
@@ -61,6 +91,22 @@ def train(
     folder = out or Path("runs") / f"{dataset}-{model}-{recipe}-{seed}"
     run_training(run, out=folder, data_dir=data_dir, device=device, resume=resume, compiled=compiled)
     print(f"trained: {folder}")
+
+
+def _read_table(
+    path: Path, x: str | None, y: str | None, group: str | None, recipe: str
+) -> tuple["Table", dict[str, Any]]:
+    from constmem.data import Table
+
+    if not x or not y:
+        raise ValueError(
+            f"say which columns of {path} are what: --x a,b for the inputs, --y c for the outputs"
+        )
+    if recipe != "improved":
+        raise ValueError("the paper has no recipe for data of your own: leave --recipe out, or use --set")
+    inputs, outputs = ([name.strip() for name in names.split(",")] for names in (x, y))
+    columns = {"file": str(path), "x": inputs, "y": outputs, "group": group}
+    return Table.read(path, x=inputs, y=outputs, group=group), columns
 
 
 @app.command(name="eval")
@@ -78,6 +124,57 @@ def evaluate(
         print(json.dumps(found, indent=1))
     else:
         print_table(found)
+
+
+@app.command()
+def table(
+    results: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Folders of scored runs, or JSON files of rows; every run in runs/ if not given."
+        ),
+    ] = None,
+    dataset: Annotated[str | None, typer.Option(help="Only this data set.")] = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write to this file, in Markdown or JSON.")] = None,
+) -> None:
+    """A table like the paper's: models against test sets, ours beside the published."""
+    from constmem import comparison
+
+    paths = results or sorted(path.parent for path in Path("runs").glob("*/eval.json"))
+    if not paths:
+        raise ValueError(
+            "there are no scored runs in runs/: name run folders or JSON files, or run `eval` first"
+        )
+    entries = comparison.compare(comparison.read_rows(paths), dataset=dataset)
+    wants_json = as_json or (out is not None and out.suffix == ".json" and not as_markdown)
+    if not (wants_json or as_markdown or out):
+        comparison.show(entries)
+        return
+    text = comparison.as_json(entries) if wants_json else comparison.markdown(entries)
+    if out is None:
+        print(text)
+    else:
+        from constmem.files import write_text
+
+        print(f"wrote {write_text(out, text + chr(10))}")
+
+
+@app.command()
+def plot(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of runs; several on the same images are compared.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="Folder for the pictures; else RUN/pictures.")] = None,
+    device: Device = "cpu",
+    data_dir: DataDir = None,
+) -> None:
+    """Draw how runs learned, how calibrated they are, and what they complete or fit."""
+    from constmem.pictures import plot_runs
+
+    for path in plot_runs(runs, out=out, data_dir=data_dir, device=device):
+        print(path)
 
 
 @data_app.command(name="list")

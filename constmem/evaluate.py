@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import pi, sqrt
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Distribution, Normal
 
@@ -88,3 +89,15 @@ def crps_of(dist: Distribution, y: Tensor) -> Tensor:
         total += (y - below) * dist.cdf(below + (y - below) * share) ** 2
         total += (above - y) * (1 - dist.cdf(y + (above - y) * share)) ** 2
     return total / steps
+
+
+def pit_values(model: NeuralProcess, tasks: Iterable[Task]) -> Float[Tensor, " n"]:
+    """F(y) of every target value under its prediction: uniform on [0, 1] for a calibrated model."""
+    model.eval()
+    found = []
+    with torch.no_grad():
+        for task in tasks:
+            dist = model.query(model.condition(task.xc, task.yc, mask=task.mask_c), task.xt)
+            values = dist.cdf(task.yt)
+            found.append((values if task.mask_t is None else values[task.mask_t]).flatten().cpu())
+    return torch.cat(found)

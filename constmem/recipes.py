@@ -31,6 +31,7 @@ class Recipe:
             evaluation asks for targets there).
         augment: what is done to training images: "mirror" (left and right) or "turn" (any of the eight
             symmetries of the square), each to half of them.
+        jitter: of a table of one's own, noise on its inputs in training, in standard deviations.
         model: keywords of the model's constructor.
     """
 
@@ -46,6 +47,7 @@ class Recipe:
     num_targets: int = 200
     skew: float = 1.0
     augment: Augment = "none"
+    jitter: float = 0.0
     model: dict[str, Any] = field(default_factory=dict)
 
 
@@ -104,6 +106,19 @@ def _augment(dataset: str, model: str) -> Augment:
     if dataset.startswith("celeba"):
         return "mirror"
     return "turn" if dataset == "emnist" and model not in _CNP_FAMILY else "none"
+
+
+def table_recipe(model: str, *, dim_x: int, dim_y: int, rows: int, grouped: bool) -> Recipe:
+    """Settings to start from with rows of one's own: made for a few thousand rows and a small machine.
+
+    Where all rows are one task, noise on the inputs keeps them from being learned by heart, the more
+    the fewer and wider they are: 2 rows^(-2 / (dim_x + 4)) standard deviations, at most one.
+    """
+    like_gp = recipe("gp", model).model | {"dim_x": dim_x, "dim_y": dim_y}
+    jitter = 0.0 if grouped else round(min(2 * rows ** (-2 / (dim_x + 4)), 1.0), 3)
+    return Recipe(
+        steps=2000, batch=16, warmup=100, num_targets=64, skew=1.0, jitter=jitter, model=like_gp
+    )  # fmt: skip
 
 
 def _architecture(dataset: str, model: str) -> dict[str, Any]:

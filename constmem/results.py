@@ -2,6 +2,7 @@
 
 import json
 import platform
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -10,11 +11,13 @@ from typing import Any
 
 import torch
 
+from constmem.data import Table
 from constmem.evaluate import evaluate
 from constmem.files import write_text
 from constmem.neural_processes import NeuralProcess
 from constmem.recipes import Recipe
-from constmem.sources import open_source
+from constmem.sources import Source, open_source
+from constmem.train import TABLE
 
 # Log-likelihoods of the paper's image table (mean of 5 seeds); for Gaussian processes of its later version.
 PUBLISHED: dict[str, dict[str, dict[str, float]]] = {
@@ -45,16 +48,31 @@ PUBLISHED: dict[str, dict[str, dict[str, float]]] = {
 }  # fmt: skip
 
 
-def evaluate_run(folder: Path, *, data_dir: Path | None, device: str) -> dict[str, Any]:
-    """Score a run on its test sets and write the row to its eval.json."""
+def read_run(folder: Path) -> dict[str, Any]:
+    """What a run's folder says of how it was made: its run.json."""
     path = folder / "run.json"
     if not path.is_file():
         raise FileNotFoundError(f"there is no run in {folder}: train one there first")
-    about = json.loads(path.read_text())
+    about: dict[str, Any] = json.loads(path.read_text())
+    return about
+
+
+def source_of(folder: Path, run: dict[str, Any], *, data_dir: Path | None, device: torch.device) -> Source:
+    """The data that a run was trained on."""
+    table = Table.load(folder / TABLE) if (folder / TABLE).exists() else None
+    try:
+        recipe = Recipe(**run["recipe"])
+    except TypeError as error:
+        raise ValueError(f"{folder} was written by another version of constmem: {error}") from error
+    return open_source(run["dataset"], recipe, data_dir=data_dir, device=device, table=table)
+
+
+def evaluate_run(folder: Path, *, data_dir: Path | None, device: str) -> dict[str, Any]:
+    """Score a run on its test sets and write the row to its eval.json."""
+    about = read_run(folder)
     run = about["run"]
-    recipe = Recipe(**run["recipe"])
     where = torch.device(device)
-    source = open_source(run["dataset"], recipe, data_dir=data_dir, device=where)
+    source = source_of(folder, run, data_dir=data_dir, device=where)
     model = NeuralProcess.from_pretrained(folder, device=where)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     row = {
@@ -102,4 +120,4 @@ def print_table(rows: Iterable[dict[str, Any]]) -> None:
                 "" if published is None else f"{published:.2f}", f"{s['rmse']:.4f}", f"{s['crps']:.4f}",
                 f"{100 * s['coverage']['0.9']:.1f} %", f"{row['minutes']:.1f}",
             )  # fmt: skip
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from constmem import data
-from constmem.data import Images, Task
+from constmem.data import Images, Table, TableTasks, Task
+from constmem.neural_processes import Scales
 from constmem.recipes import Recipe
 
 HELD_OUT = 1000  # training images set aside to validate on
@@ -22,16 +24,28 @@ class Source:
         validation: the same held-out tasks every time.
         tests: names of test sets, each a function to their fixed tasks.
         statement: what the data are.
+        scales: the units of the data, where a model is to keep them; then the best validated weights are
+            what a run leaves behind, since few rows are soon learned by heart.
     """
 
     sample: Callable[[torch.Generator], Task]
     validation: Callable[[], Iterator[Task]]
     tests: dict[str, Callable[[], Iterator[Task]]]
     statement: str
+    scales: Scales | None = None
 
 
-def open_source(dataset: str, recipe: Recipe, *, data_dir: Path | None, device: torch.device) -> Source:
-    """The source of a data set that `recipes.DATASETS` names."""
+def open_source(
+    dataset: str,
+    recipe: Recipe,
+    *,
+    data_dir: Path | None,
+    device: torch.device,
+    table: Table | None = None,
+) -> Source:
+    """The source of a data set that `recipes.DATASETS` names, or of a table of one's own."""
+    if table is not None:
+        return _table(table, recipe, device)
     if dataset == "gp":
         return _gp(recipe, device)
     return _images(dataset, recipe, data_dir, device)
@@ -85,3 +99,25 @@ def _images(dataset: str, recipe: Recipe, data_dir: Path | None, device: torch.d
 
 def _test_sets(dataset: str) -> dict[str, range | None]:
     return {"seen": range(10), "unseen": range(10, 47)} if dataset == "emnist" else {"test": None}
+
+
+def _table(table: Table, recipe: Recipe, device: torch.device) -> Source:
+    """Random contexts and targets among the training rows; held-out rows, or groups, to be scored on."""
+    training, validation, test = table.parts()
+
+    def tasks(part: Table) -> TableTasks:
+        return TableTasks(part, device=device, max_context=recipe.max_points, num_targets=recipe.num_targets)
+
+    own = tasks(training)
+    tests: dict[str, Callable[[], Iterator[Task]]]
+    if table.groups is None:
+        tests = {"test": lambda: own.held_out(test, seed=0), "full": lambda: own.everything(test)}
+        fixed = partial(own.held_out, validation, seed=1)
+    else:
+        tests = {"test": partial(tasks(test).each, seed=0, rounds=4)}
+        fixed = partial(tasks(validation).each, seed=1, rounds=4)
+
+    def sample(generator: torch.Generator) -> Task:
+        return own.sample(recipe.batch, generator=generator, skew=recipe.skew, jitter=recipe.jitter)
+
+    return Source(sample, fixed, tests, table.statement, Scales.of(training.x, training.y))

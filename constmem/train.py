@@ -17,14 +17,16 @@ import torch
 from torch import Tensor
 
 from constmem import checkpoint
-from constmem.data import Task
+from constmem.data import Table, Task
 from constmem.files import write_text
+from constmem.log import Log
 from constmem.neural_processes import MODELS, NeuralProcess
 from constmem.progress import progress
 from constmem.recipes import Recipe, known
 from constmem.sources import Source, open_source
 
 LOG_EVERY = 50
+TABLE = "table.safetensors"  # the rows of a run on one's own data
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Run:
     recipe_name: str
     recipe: Recipe
     seed: int = 0
+    columns: dict[str, Any] | None = None  # of a table of one's own: file, x, y, group
 
 
 class StoppedError(RuntimeError):
@@ -58,6 +61,7 @@ def train(
     *,
     out: Path,
     data_dir: Path | None = None,
+    table: Table | None = None,
     device: str = "cpu",
     resume: bool = False,
     compiled: bool = True,
@@ -69,27 +73,30 @@ def train(
 
     Args:
         out: the run's folder; must be new unless `resume` is set.
+        table: rows of one's own to train on, instead of a data set; the folder keeps them.
         compiled: on a GPU, compile the loss and capture the whole step in a graph.
         validate_every: steps between validations.
         save_every: seconds between checkpoints.
         stop_after: leave the loop (with a checkpoint) after this step, to be resumed later.
     """
     where = torch.device(device)
-    _prepare_folder(run, out, resume)
-    _set_precision(run.recipe.precision)
-    source = open_source(run.dataset, run.recipe, data_dir=data_dir, device=where)
+    source = open_source(run.dataset, run.recipe, data_dir=data_dir, device=where, table=table)
     model = build(run).to(where).train()
+    model.set_scales(source.scales)
+    _prepare_folder(run, out, resume, table)
+    _set_precision(run.recipe.precision)
     optimiser = _optimiser(model, run.recipe, where)
     generator = torch.Generator(where).manual_seed(run.seed)
     step_of = _stepper(run.recipe, model, optimiser, source, generator, compiled=compiled)
     done = 0
     if resume and (out / checkpoint.FILE).exists():
         done = checkpoint.load(out, model=model, optimiser=optimiser, generator=generator)
-    log = _Log(out, done, source.statement)
+    log = Log(out, done, source.statement)
 
     def save(step: int) -> None:
         checkpoint.save(out, model=model, optimiser=optimiser, generator=generator, step=step)
-        model.save_pretrained(out)
+        if source.scales is None or log.best == -math.inf:
+            model.save_pretrained(out)
 
     last = min(run.recipe.steps, stop_after or run.recipe.steps)
     saved = time.monotonic()
@@ -108,7 +115,9 @@ def train(
             log.step(done, value, _rate(run.recipe, done - 1))
             report(done, f"loss {value:.3f}")
             if done % validate_every < LOG_EVERY or done == run.recipe.steps:
-                log.validation(done, _validate(model, source))
+                best = log.validation(done, _validate(model, source))
+                if best and source.scales is not None:
+                    model.save_pretrained(out)
             if interrupted or done == last or time.monotonic() - saved > save_every:
                 save(done)
                 saved = time.monotonic()
@@ -123,10 +132,10 @@ def _validate(model: NeuralProcess, source: Source) -> float:
     total = points = 0.0
     with torch.no_grad():
         for task in source.validation():
-            state = model._condition([(task.xc, task.yc, None)])
-            log_prob = model.predict(model.read(state), task.xt).log_prob(task.yt)
+            state = model.condition(task.xc, task.yc, mask=task.mask_c)
+            log_prob = model.query(state, task.xt).log_prob(task.yt)
             total += float(task.point_log_likelihood(log_prob).sum())
-            points += task.xt.shape[0] * task.xt.shape[1]
+            points += float(task.num_targets.sum())
     model.train()
     return total / points
 
@@ -230,9 +239,9 @@ def _set_precision(precision: str) -> None:
     torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
 
 
-def _prepare_folder(run: Run, out: Path, resume: bool) -> None:
+def _prepare_folder(run: Run, out: Path, resume: bool, table: Table | None) -> None:
     path = out / "run.json"
-    content = asdict(run)
+    content = {key: value for key, value in asdict(run).items() if value is not None}
     if path.exists():
         if not resume:
             raise FileExistsError(f"{out} holds a run already: take another --out, or go on with --resume")
@@ -241,6 +250,8 @@ def _prepare_folder(run: Run, out: Path, resume: bool) -> None:
             raise ValueError(
                 f"{out} is a run of other settings ({before}): resume it with those, or start anew"
             )
+        if table is not None and not table.equals(Table.load(out / TABLE)):
+            raise ValueError(f"{out} is a run on other rows than {table.name} has now: start anew")
         return
     about = {
         "run": content,
@@ -248,6 +259,8 @@ def _prepare_folder(run: Run, out: Path, resume: bool) -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+    if table is not None:
+        table.save(out / TABLE)
     write_text(path, json.dumps(about, indent=2) + "\n")
 
 
@@ -260,41 +273,6 @@ def current_commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-class _Log:
-    """metrics.jsonl, one line an entry; TensorBoard beside it where that is installed."""
-
-    def __init__(self, out: Path, done: int, statement: str) -> None:
-        self.path = out / "metrics.jsonl"
-        self.start = time.monotonic()
-        kept = self.path.read_text().splitlines() if self.path.exists() else []
-        kept = [line for line in kept if json.loads(line).get("step", 0) <= done]
-        self.before = max((json.loads(line).get("seconds", 0.0) for line in kept), default=0.0)
-        if not kept:
-            kept = [json.dumps({"data": statement})]
-        write_text(self.path, "\n".join(kept) + "\n")
-        self.board: Any = None
-        with contextlib.suppress(ImportError):
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(str(out / "tensorboard"), purge_step=done)
-
-    def _write(self, entry: dict[str, float], step: int) -> None:
-        seconds = round(self.before + time.monotonic() - self.start, 2)
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, **entry, "seconds": seconds}) + "\n")
-        if self.board is not None:
-            for name, value in entry.items():
-                self.board.add_scalar(name, value, step)
-
-    def step(self, step: int, loss: float, rate: float) -> None:
-        """The loss of one step."""
-        self._write({"loss": loss, "lr": rate}, step)
-
-    def validation(self, step: int, log_likelihood: float) -> None:
-        """The validation's log-likelihood of a point."""
-        self._write({"validation": log_likelihood}, step)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Data: tasks of Gaussian processes and of images, event sequences, and the data sets they come from."""
+"""Data: tasks of Gaussian processes, images and tables, event sequences, and where they come from."""
 
 from constmem.data.augment import augmented
 from constmem.data.catalogue import DataSet, known
@@ -17,8 +17,10 @@ from constmem.data.packs import Listing, MissingDataError, listing
 from constmem.data.pixels import evaluation_tasks, image_points, image_tasks, static_image_tasks
 from constmem.data.prepare import prepare_celeba, prepare_emnist
 from constmem.data.prepare_events import prepare_easytpp, prepare_jodie
+from constmem.data.rows import TableTasks
 from constmem.data.simulate import Hawkes, Poisson, Process, Renewal, SelfCorrecting
 from constmem.data.sizes import draw_sizes
+from constmem.data.table import Table
 from constmem.data.task import Task
 
 __all__ = [
@@ -35,6 +37,8 @@ __all__ = [
     "Process",
     "Renewal",
     "SelfCorrecting",
+    "Table",
+    "TableTasks",
     "Task",
     "augmented",
     "bucketed",

@@ -9,6 +9,7 @@ from constmem.neural_processes.cnp import CANP, CNP
 from constmem.neural_processes.eqtnp import EQTNP
 from constmem.neural_processes.latent import ANP, NP
 from constmem.neural_processes.lbanp import LBANP
+from constmem.neural_processes.scales import Scales
 from constmem.neural_processes.states import State
 from constmem.neural_processes.stored import StoredPoints
 from constmem.neural_processes.tnp import TNPD
@@ -40,6 +41,7 @@ __all__ = [
     "TNPD",
     "ConditioningError",
     "NeuralProcess",
+    "Scales",
     "State",
     "StoredPoints",
 ]

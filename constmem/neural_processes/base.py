@@ -20,7 +20,15 @@ from constmem import checks
 from constmem.algebra import EMPTY
 from constmem.fold import Chunk
 from constmem.heads import normal
-from constmem.neural_processes.chunks import cleared, filled, mean_of_real, numbered, slices
+from constmem.neural_processes.chunks import (
+    batch_of,
+    cleared,
+    filled,
+    mean_of_real,
+    nothing,
+    numbered,
+    slices,
+)
 from constmem.neural_processes.model import Model
 from constmem.neural_processes.states import State
 from constmem.state import AttentionState
@@ -82,10 +90,10 @@ class NeuralProcess(Model, Generic[S, M]):
         return self._merged(chunks)
 
     def _loss(self, context: Chunk, targets: Chunk, generator: torch.Generator | None) -> Tensor:  # noqa: ARG002
-        """The loss of checked and cleared points; models that draw samples take the generator."""
+        """The loss of checked and cleared points in the model's units, drawing samples by the generator."""
         x, y, mask = targets
         state = self._condition(slices(*context, 4096))
-        log_prob = self.predict(self.read(state), x).log_prob(y)
+        log_prob = self.distribution(*self._decoded(self.read(state), x, 4096)).log_prob(y)
         return -mean_of_real(log_prob.sum(-1), mask)
 
     # What follows
@@ -109,7 +117,7 @@ class NeuralProcess(Model, Generic[S, M]):
         if log_weight is not None:
             checks.per_point("log_weight", log_weight, x)
             checks.finite("log_weight", log_weight.clamp_min(EMPTY)[..., None], mask)
-        return self._signed(self._observe(*cleared(x, y, mask), log_weight))
+        return self._signed(self._observe(*self._scaled(cleared(x, y, mask)), log_weight))
 
     def condition(
         self,
@@ -125,7 +133,7 @@ class NeuralProcess(Model, Generic[S, M]):
         """
         checks.positive("chunk", chunk)
         self._check(x, y, mask, chunk=chunk)
-        return self._signed(self._condition(slices(x, y, mask, chunk)))
+        return self._signed(self._condition(self._slices(x, y, mask, chunk)))
 
     def condition_chunks(self, chunks: Iterable[tuple[Tensor, ...]], *, initial: S | None = None) -> S:
         """The state of a stream of (x, y) or (x, y, mask) chunks, each forgotten once it is seen.
@@ -139,11 +147,11 @@ class NeuralProcess(Model, Generic[S, M]):
         """
         if initial is not None:
             self._require_own(initial)
-        seen = numbered(chunks, self._check)
+        seen = map(self._scaled, numbered(chunks, self._check))
         if self._learns():
             kept = list(seen)
             if not kept and initial is None:
-                raise _nothing()
+                raise nothing()
             state = self._condition(kept) if kept else self.empty(1 if initial is None else initial.batch)
             return state if initial is None else initial.merge(state)
         state_so_far = initial
@@ -161,7 +169,7 @@ class NeuralProcess(Model, Generic[S, M]):
                 state_so_far,
             ) from error
         if state_so_far is None:
-            raise _nothing()
+            raise nothing()
         return state_so_far
 
     def update(
@@ -177,24 +185,20 @@ class NeuralProcess(Model, Generic[S, M]):
         checks.positive("chunk", chunk)
         self._require_own(state)
         self._check(x, y, mask, chunk=chunk)
-        state = state.merge(self._condition(slices(x, y, mask, chunk)))
+        state = state.merge(self._condition(self._slices(x, y, mask, chunk)))
         return self._signed(state) if state.fingerprint is None else state
 
     def predict(self, memory: M, xt: Float[Tensor, "b m x"], *, chunk: int = 4096) -> Distribution:
         """The predictive distribution at the targets, from what `read` gave."""
         checks.positive("chunk", chunk)
         checks.points("xt", xt, self.dim_x, device=self.device)
-        if xt.shape[0] != (batch := _batch(memory)):
+        if xt.shape[0] != (batch := batch_of(memory)):
             here = f"xt is a batch of {xt.shape[0]}, but the state one of {batch}"
             raise ValueError(f"{here}: they must be the same (expand one of them)")
-        m = xt.shape[1]
-        if m <= chunk:
-            return self.distribution(*self.decode(memory, xt))
-        parts = (self.decode(memory, xt[:, i : i + chunk]) for i in range(0, m, chunk))
-        if torch.is_grad_enabled():
-            means, stds = zip(*parts, strict=True)
-            return self.distribution(torch.cat(means, 1), torch.cat(stds, 1))
-        return self.distribution(*filled(parts, m))
+        if self.scales is None:
+            return self.distribution(*self._decoded(memory, xt, chunk))
+        mean, std = self._decoded(memory, self.scales.inputs(xt), chunk)
+        return self.distribution(*self.scales.restored(mean, std))
 
     def query(self, state: S, xt: Float[Tensor, "b m x"], *, chunk: int = 4096) -> Distribution:
         """The predictive distribution at the targets: `predict(read(state), xt)`."""
@@ -215,7 +219,7 @@ class NeuralProcess(Model, Generic[S, M]):
         checks.positive("chunk", chunk)
         self._check(xc, yc, mask, values=False)
         self._afford(xc, xt.shape[1])
-        state = self._condition(slices(xc, yc, mask, chunk))
+        state = self._condition(self._slices(xc, yc, mask, chunk))
         return self.predict(self.read(state), xt, chunk=chunk)
 
     def loss(
@@ -231,6 +235,8 @@ class NeuralProcess(Model, Generic[S, M]):
     ) -> Float[Tensor, ""]:
         """What training makes small: minus the mean log-likelihood of a point, or the model's bound on it.
 
+        Where a model has scales it is in their units: off by a constant that no gradient sees.
+
         Args:
             xc, yc, mask_c: the context, and which of it is real; what is masked out may hold anything.
             xt, yt, mask_t: the targets, likewise.
@@ -242,9 +248,17 @@ class NeuralProcess(Model, Generic[S, M]):
             here = f"the context is a batch of {xc.shape[0]}, the targets one of {xt.shape[0]}"
             raise ValueError(f"{here}: they must be the same")
         self._afford(xc, xt.shape[1])
-        return self._loss(cleared(xc, yc, mask_c), cleared(xt, yt, mask_t), generator)
+        context, targets = cleared(xc, yc, mask_c), cleared(xt, yt, mask_t)
+        return self._loss(self._scaled(context), self._scaled(targets), generator)
 
     # Inside
+
+    def _decoded(self, memory: M, xt: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation at any number of targets, in the model's own units."""
+        m = xt.shape[1]
+        if m <= chunk:
+            return self.decode(memory, xt)
+        return filled((self.decode(memory, xt[:, i : i + chunk]) for i in range(0, m, chunk)), m)
 
     def _condition(self, chunks: Iterable[Chunk]) -> S:
         if not self._learns():
@@ -282,17 +296,3 @@ class NeuralProcess(Model, Generic[S, M]):
                 f"this state was made by other weights (fingerprint {state.fingerprint}, this model "
                 f"{self.fingerprint()}): condition again with this model"
             )
-
-
-def _batch(memory: Tensor | tuple[Any, ...]) -> int:
-    """The batch of what `read` gave: its first tensor's."""
-    while not isinstance(memory, Tensor):
-        memory = memory[0]
-    return memory.shape[0]
-
-
-def _nothing() -> ValueError:
-    return ValueError(
-        "the iterable yielded no chunk: if there is really no data, use model.empty(batch), "
-        "which predicts the prior; an exhausted iterator cannot be used twice"
-    )

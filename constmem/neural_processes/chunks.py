@@ -1,6 +1,7 @@
 """Points a few at a time: cut, cleared of what masks leave out, joined, and put together again."""
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -64,7 +65,10 @@ def mean_of_real(numbers: Float[Tensor, "b n"], mask: Tensor | None) -> Float[Te
 
 
 def filled(parts: Iterator[tuple[Tensor, Tensor]], m: int) -> tuple[Tensor, Tensor]:
-    """Write the parts into place as they come, so that the outputs are held once."""
+    """The parts as one; without gradients they are written into place as they come, and held once."""
+    if torch.is_grad_enabled():
+        means, stds = zip(*parts, strict=True)
+        return torch.cat(means, 1), torch.cat(stds, 1)
     mean = std = torch.empty(0)
     start = 0
     for part_mean, part_std in parts:
@@ -75,3 +79,18 @@ def filled(parts: Iterator[tuple[Tensor, Tensor]], m: int) -> tuple[Tensor, Tens
         mean[:, start:stop], std[:, start:stop] = part_mean, part_std
         start = stop
     return mean, std
+
+
+def batch_of(memory: Tensor | tuple[Any, ...]) -> int:
+    """The batch of what `read` gave: its first tensor's."""
+    while not isinstance(memory, Tensor):
+        memory = memory[0]
+    return memory.shape[0]
+
+
+def nothing() -> ValueError:
+    """The error of a stream that had no chunk."""
+    return ValueError(
+        "the iterable yielded no chunk: if there is really no data, use model.empty(batch), "
+        "which predicts the prior; an exhausted iterator cannot be used twice"
+    )

@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 
 from constmem import checks, memory
 from constmem.files import read_tensors, write_tensors, write_text
+from constmem.fold import Chunk
+from constmem.neural_processes.chunks import slices
+from constmem.neural_processes.scales import Scales
 
 SHIPPED = {
     path.parent.name: path.parent for path in Path(__file__).parents[1].glob("pretrained/*/config.json")
@@ -35,6 +39,8 @@ class Model(nn.Module, ABC):
         self._signature: tuple[object, str] | None = None
         self._where: Tensor
         self.register_buffer("_where", torch.empty(0), persistent=False)
+        self.scales: Scales | None
+        self.register_module("scales", None)
 
     @abstractmethod
     def observing_parameters(self) -> list[nn.Parameter]:
@@ -69,13 +75,27 @@ class Model(nn.Module, ABC):
         """What the parameters are made of."""
         return self._where.dtype
 
+    def set_scales(self, scales: Scales | None) -> None:
+        """Let the model take and predict data in these units, of which it sees standardised values.
+
+        They are saved with the weights and part of the fingerprint: states made with others are refused.
+        """
+        if scales is not None and scales.dims != (self.dim_x, self.dim_y):
+            raise ValueError(
+                f"the scales are of {scales.dims} input and output channels, the model has "
+                f"{(self.dim_x, self.dim_y)}"
+            )
+        self.scales = None if scales is None else scales.to(self.device)
+
     def fingerprint(self) -> str:
-        """A short name for the configuration and weights that states depend on.
+        """A short name for the configuration, weights and scales that states depend on.
 
         It is computed anew when a weight was replaced or changed in place; writes through
         `parameter.data`, which no version counter counts, it does not see.
         """
-        parameters = self.observing_parameters()
+        parameters: list[Tensor] = [*self.observing_parameters()]
+        if self.scales is not None:
+            parameters += self.scales.buffers()
         key = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
         if self._signature is None or self._signature[0] != key:
             digest = hashlib.sha256(f"{self.name}{json.dumps(self.config, sort_keys=True)}".encode())
@@ -112,12 +132,15 @@ class Model(nn.Module, ABC):
         except TypeError as error:
             raise ValueError(f"{path} has settings that {kind.__name__} does not know: {error}") from error
         tensors, _ = read_tensors(Path(folder) / "model.safetensors", kind=KIND, version=VERSION)
-        for tensor in tensors.values():
-            model.to(tensor.dtype)  # the precision it was written in
-            break
+        units = {k.removeprefix("scales."): t for k, t in tensors.items() if k.startswith("scales.")}
+        for key, tensor in tensors.items():
+            if not key.startswith("scales."):
+                model.to(tensor.dtype)  # the precision it was written in
+                break
         try:
+            model.set_scales(Scales(**units) if units else None)
             model.load_state_dict(tensors)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             raise ValueError(f"the weights in {folder} do not fit its config.json: {error}") from error
         return model.eval() if device is None else model.eval().to(device)
 
@@ -150,6 +173,14 @@ class Model(nn.Module, ABC):
         needed = self.estimated_peak(batch, points, targets, learning=learning)
         what = f"{type(self).__name__}, given {points:,} points and {targets:,} targets"
         memory.require(needed, self.device, f"{what} in a batch of {batch:,},")
+
+    def _scaled(self, chunk: Chunk) -> Chunk:
+        """Points in the model's own units."""
+        return chunk if self.scales is None else self.scales(chunk)
+
+    def _slices(self, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> Iterator[Chunk]:
+        """Points in chunks and in the model's own units."""
+        return map(self._scaled, slices(x, y, mask, chunk))
 
     def _check(
         self, x: Tensor, y: Tensor, mask: Tensor | None, *, values: bool = True, chunk: int = 4096

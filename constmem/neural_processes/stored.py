@@ -23,11 +23,13 @@ VERSION = 1
 class StoredPoints:
     """All points seen, kept as they are: a state that grows with every one of them.
 
-    It depends on no weights, so any model of the same channels that stores its data may read it.
+    It depends on no weights, so any model of the same channels that stores its data may read it; only
+    points that a model has put on its own scales are for that model alone.
 
     Attributes:
         x, y: inputs and outputs; zeros where the mask leaves points out.
         mask: (b, n) True = real; None where all are.
+        fingerprint: of the model on whose scales the points are; None where they are as they came.
 
     Example:
         >>> one = StoredPoints(torch.rand(1, 3, 2), torch.rand(1, 3, 1))
@@ -39,11 +41,11 @@ class StoredPoints:
     AXES: ClassVar[str] = "(dim_x, dim_y)"
     KIND: ClassVar[str] = "constmem.points"
     WEIGHTED: ClassVar[bool] = False
-    fingerprint: ClassVar[str | None] = None  # data depend on no weights
 
     x: Float[Tensor, "b n x"]
     y: Float[Tensor, "b n y"]
     mask: Bool[Tensor, "b n"] | None = None
+    fingerprint: str | None = None
 
     def merge(self, other: "StoredPoints") -> "StoredPoints":
         """All points of both; associative, and commutative as far as any prediction goes."""
@@ -55,7 +57,13 @@ class StoredPoints:
             )
         if 0 in (self.x.shape[1], other.x.shape[1]):
             return self if other.x.shape[1] == 0 else other
-        return StoredPoints(*joined((self.x, self.y, self.mask), (other.x, other.y, other.mask)))
+        if None not in (self.fingerprint, other.fingerprint) and self.fingerprint != other.fingerprint:
+            raise ValueError(
+                f"cannot merge points on the scales of different models ({self.fingerprint} and "
+                f"{other.fingerprint}): observe the data again with one model"
+            )
+        points = joined((self.x, self.y, self.mask), (other.x, other.y, other.mask))
+        return StoredPoints(*points, self.fingerprint or other.fingerprint)
 
     def remove(self, other: "StoredPoints") -> "StoredPoints":
         """Not possible: which of the points to drop is not for a state to guess."""
@@ -76,15 +84,15 @@ class StoredPoints:
     ) -> "StoredPoints":
         """The same points elsewhere, or in another precision."""
         mask = None if self.mask is None else self.mask.to(device)
-        return StoredPoints(self.x.to(device, dtype), self.y.to(device, dtype), mask)
+        return StoredPoints(self.x.to(device, dtype), self.y.to(device, dtype), mask, self.fingerprint)
 
     def detach(self) -> "StoredPoints":
         """The same points cut off from the graph that computed them."""
-        return StoredPoints(self.x.detach(), self.y.detach(), self.mask)
+        return StoredPoints(self.x.detach(), self.y.detach(), self.mask, self.fingerprint)
 
-    def signed(self, fingerprint: str) -> "StoredPoints":  # noqa: ARG002
-        """The same state: no weights made it."""
-        return self
+    def signed(self, fingerprint: str) -> "StoredPoints":
+        """The same points, said to be on the scales of a model."""
+        return StoredPoints(self.x, self.y, self.mask, fingerprint)
 
     @property
     def layout(self) -> tuple[int, ...]:
@@ -118,25 +126,26 @@ class StoredPoints:
         return {"x": self.x, "y": self.y} | ({} if self.mask is None else {"mask": self.mask})
 
     @staticmethod
-    def of_tensors(tensors: dict[str, Tensor], fingerprint: str | None = None) -> "StoredPoints":  # noqa: ARG004
+    def of_tensors(tensors: dict[str, Tensor], fingerprint: str | None = None) -> "StoredPoints":
         """The state made of these."""
         missing = {"x", "y"} - tensors.keys()
         if missing or len({t.shape[:2] for t in tensors.values()}) > 1:
             raise ValueError(
                 f"lacks {sorted(missing)}" if missing else "holds tensors that do not fit each other"
             )
-        return StoredPoints(tensors["x"], tensors["y"], tensors.get("mask"))
+        return StoredPoints(tensors["x"], tensors["y"], tensors.get("mask"), fingerprint)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state, atomically, as a safetensors file with a versioned header."""
-        write_tensors(path, self.tensors(), {"format": self.KIND, "version": str(VERSION)})
+        header = {"format": self.KIND, "version": str(VERSION), "fingerprint": self.fingerprint or ""}
+        write_tensors(path, self.tensors(), header)
 
     @staticmethod
     def load(path: str | os.PathLike[str], device: torch.device | str | None = None) -> "StoredPoints":
         """Read a state that `save` wrote."""
-        tensors, _ = read_tensors(path, kind=StoredPoints.KIND, version=VERSION)
+        tensors, header = read_tensors(path, kind=StoredPoints.KIND, version=VERSION)
         try:
-            return StoredPoints.of_tensors(tensors).to(device)
+            return StoredPoints.of_tensors(tensors, header.get("fingerprint") or None).to(device)
         except ValueError as error:
             raise ValueError(f"{path} is damaged: it {error}; save the state again") from error
 
@@ -166,6 +175,18 @@ class StoringProcess(NeuralProcess[StoredPoints, M]):
 
     def observing_parameters(self) -> list[nn.Parameter]:
         return []
+
+    def _signed(self, state: StoredPoints) -> StoredPoints:
+        """Name the model only where its scales made the points what they are."""
+        return state if self.scales is None else super()._signed(state)
+
+    def _require_own(self, state: StoredPoints) -> None:
+        super()._require_own(state)
+        if self.scales is not None and state.fingerprint is None and state.x.shape[1] > 0:
+            raise ValueError(
+                "these points are not on the scales of this model: they were stored by a model that has "
+                "none; condition again with this model"
+            )
 
     @property
     def layout(self) -> tuple[int, ...]:

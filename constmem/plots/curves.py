@@ -1,0 +1,144 @@
+"""Lines: how a run learned, how far its intervals can be trusted, how memory grows."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from constmem.plots.figure import BLUE, DPI, GREY, RED, plain, pyplot, save_figure
+
+AnyPath = str | os.PathLike[str]
+
+
+def learning_curve(entries: Sequence[Mapping[str, Any]], path: AnyPath, *, title: str) -> Path:
+    """Loss, validation and rate against steps, from the entries of a run's metrics.jsonl."""
+    steps = {
+        key: [(entry["step"], entry[key]) for entry in entries if key in entry]
+        for key in ("loss", "validation", "lr")
+    }
+    if not steps["loss"]:
+        raise ValueError("the run has logged no loss yet: train it for some steps first")
+    plt = pyplot()
+    shape = {"height_ratios": (3, 2, 1)}
+    figure, axes = plt.subplots(3, 1, figsize=(6.8, 5.6), dpi=DPI, sharex=True, gridspec_kw=shape)
+    at, loss = zip(*steps["loss"], strict=True)
+    axes[0].plot(at, loss, color=GREY, alpha=0.7, linewidth=0.8, label="logged steps")
+    axes[0].plot(at, _smooth(loss), color=BLUE, label="their running mean")
+    axes[0].set(ylabel="loss", ylim=_range(loss), xlim=(0, at[-1] * 1.02))
+    axes[0].legend(frameon=False, fontsize=8, loc="upper right")
+    if steps["validation"]:
+        at, found = zip(*steps["validation"], strict=True)
+        best = max(range(len(found)), key=found.__getitem__)
+        axes[1].plot(at, found, color=BLUE, marker="o", markersize=3)
+        axes[1].plot(at[best], found[best], "o", color=RED, markersize=6, label=f"best: {found[best]:.3f}")
+        axes[1].set_ylim(*_range(found))
+        axes[1].legend(frameon=False, fontsize=8, loc="lower right")
+    axes[1].set_ylabel("validation\nlog-likelihood")
+    axes[2].plot(*zip(*steps["lr"], strict=True), color=GREY)
+    axes[2].set(ylabel="rate", xlabel="steps", ylim=(0, None))
+    axes[2].ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
+    for axis in axes:
+        plain(axis)
+    figure.align_ylabels(axes)
+    axes[0].set_title(title, loc="left", fontsize=10)
+    figure.tight_layout()
+    return save_figure(figure, path)
+
+
+def calibration_curve(pits: Mapping[str, Float[Tensor, " n"]], path: AnyPath, *, title: str) -> Path:
+    """How often central intervals hold the truth, and where in its distribution the truth falls.
+
+    Left, for each level p, the share of values inside the central interval of probability p: on the
+    diagonal for a calibrated model, above it where intervals are too wide. Right, the histogram of
+    F(y): flat for a calibrated model, a hill where intervals are too wide, a valley where too narrow.
+
+    Args:
+        pits: for each test set, F(y) of its values under their predictions.
+    """
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.8), dpi=DPI)
+    levels = torch.linspace(0, 1, 51)
+    left.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle=":")
+    for (name, pit), colour in zip(pits.items(), (BLUE, RED, GREY), strict=False):
+        left.plot(levels, reliability(pit, levels), color=colour, label=name)
+        counts = torch.histc(pit.float(), bins=20, min=0, max=1) / len(pit) * 20
+        right.stairs(counts, torch.linspace(0, 1, 21), color=colour, linewidth=1.4, label=name)
+    right.axhline(1, color="black", linewidth=0.8, linestyle=":")
+    left.set(xlabel="probability of the central interval", ylabel="share of values inside it", aspect="equal")
+    left.text(0.03, 0.97, "too wide", fontsize=8, color=GREY, va="top")
+    left.text(0.97, 0.03, "too narrow", fontsize=8, color=GREY, ha="right")
+    right.set(xlabel="F(y): where the truth falls", ylabel="density", xlim=(0, 1), ylim=(0, None))
+    for axis in (left, right):
+        plain(axis)
+    right.legend(frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=10, x=0.02, ha="left")
+    figure.tight_layout()
+    return save_figure(figure, path)
+
+
+def reliability(pit: Float[Tensor, " n"], levels: Float[Tensor, " k"]) -> Float[Tensor, " k"]:
+    """The share of values inside the central interval of each level: mean(|F(y) - 1/2| <= p / 2).
+
+    Example:
+        >>> reliability(torch.tensor([0.5, 0.1, 0.9, 0.99]), torch.tensor([0.5, 0.9]))
+        tensor([0.2500, 0.7500])
+    """
+    distances = (2 * (pit.double() - 0.5).abs()).sort().values
+    below = torch.searchsorted(distances, levels.double() + 1e-9, right=True)
+    return (below / len(pit)).to(levels.dtype)
+
+
+def predicted_against_true(
+    true: Float[Tensor, " n"],
+    mean: Float[Tensor, " n"],
+    std: Float[Tensor, " n"],
+    path: AnyPath,
+    *,
+    title: str,
+) -> Path:
+    """Predicted means with one deviation on either side against the truth."""
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(4.8, 4.6), dpi=DPI)
+    low, high = float(torch.minimum(true, mean).min()), float(torch.maximum(true, mean).max())
+    axis.plot([low, high], [low, high], color="black", linewidth=0.8, linestyle=":")
+    axis.errorbar(true, mean, std, fmt="o", color=BLUE, ecolor=GREY, elinewidth=0.7, markersize=3, alpha=0.8)
+    axis.set(xlabel="truth", ylabel="prediction, ± one deviation")
+    plain(axis)
+    axis.set_title(title, loc="left", fontsize=10)
+    figure.tight_layout()
+    return save_figure(figure, path)
+
+
+def memory_curve(
+    seen: Sequence[int], lines: Mapping[str, Sequence[float]], path: AnyPath, *, title: str
+) -> Path:
+    """Bytes against points seen, both on logarithmic axes."""
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(6.4, 3.8), dpi=DPI)
+    for (label, values), color in zip(lines.items(), (BLUE, GREY, RED), strict=False):
+        axis.plot(seen, [v / 1e6 for v in values], marker="o", color=color, label=label)
+    axis.set(xscale="log", yscale="log", xlabel="points seen", ylabel="megabytes")
+    axis.set_title(title, loc="left", fontsize=10)
+    axis.grid(alpha=0.25, which="both")
+    axis.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    return save_figure(figure, path)
+
+
+def _smooth(values: Sequence[float], share: float = 0.05) -> list[float]:
+    """The mean of the twentieth of all values around each."""
+    half = max(int(len(values) * share) // 2, 1)
+    return [fmean(values[max(i - half, 0) : i + half + 1]) for i in range(len(values))]
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    """Limits that a few wild values do not stretch."""
+    numbers = torch.tensor(values, dtype=torch.float64)
+    low, high = (float(q) for q in numbers.quantile(torch.tensor([0.02, 0.98], dtype=torch.float64)))
+    margin = max(0.15 * (high - low), 0.05)
+    return low - margin, high + margin
