@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from constmem.files import read_tensors, write_tensors, write_text
 
-SHIPPED = {
-    path.parent.name: path.parent for path in Path(__file__).parent.glob("pretrained/*/config.json")
-}
+SHIPPED = {path.parent.name: path.parent for path in Path(__file__).parent.glob("pretrained/*/config.json")}
 KIND, VERSION = "constmem.model", 1
 AnyModel = TypeVar("AnyModel", bound="Model")
 
