@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -90,18 +91,32 @@ def list_data(data_dir: DataDir = None) -> None:
 
 @data_app.command()
 def prepare(
-    name: Annotated[str, typer.Argument(help="emnist or celeba.")],
-    source: Annotated[Path, typer.Option(help="Folder or archive of the original public files.")],
+    what: Annotated[str, typer.Argument(help="emnist, celeba, mooc, reddit, wiki or easytpp.")],
+    source: Annotated[Path, typer.Option(help="Folder, archive or file of the original public data.")],
     data_dir: DataDir = None,
+    name: Annotated[
+        str | None, typer.Option(help="easytpp: of the data set; that of the folder if not given.")
+    ] = None,
+    unit: Annotated[str | None, typer.Option(help="easytpp: of its times, such as hour.")] = None,
 ) -> None:
     """Turn the original public files into the prepared format."""
-    from constmem.data import prepare_celeba, prepare_emnist
+    from functools import partial
+
+    from constmem.data import prepare_celeba, prepare_easytpp, prepare_emnist, prepare_jodie
     from constmem.recipes import known
 
-    preparers = {"emnist": prepare_emnist, "celeba": prepare_celeba}
+    preparers: dict[str, Callable[[Path, Path], Path]] = {
+        "emnist": prepare_emnist,
+        "celeba": prepare_celeba,
+        **{jodie: partial(prepare_jodie, jodie) for jodie in ("mooc", "reddit", "wiki")},
+        "easytpp": partial(prepare_easytpp, name=name, unit=unit),
+    }
+    known("data set to prepare", what, preparers)
     if data_dir is None:
         raise ValueError("say where to write: --data-dir FOLDER, or set CONSTMEM_DATA")
-    print(preparers[known("data set to prepare", name, preparers)](source, data_dir))
+    if what != "easytpp" and (name or unit):
+        raise ValueError(f"--name and --unit are for easytpp: those of {what} are known")
+    print(preparers[what](source, data_dir))
 
 
 def main() -> None:

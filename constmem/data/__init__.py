@@ -1,5 +1,8 @@
-"""Data: tasks of Gaussian processes and of images, and the data sets the images come from."""
+"""Data: tasks of Gaussian processes and of images, event sequences, and the data sets they come from."""
 
+from constmem.data.catalogue import DataSet, known
+from constmem.data.event_files import load_events, read_easytpp, read_event_csv, read_event_parquet
+from constmem.data.events import EventLogProb, Events, bucketed
 from constmem.data.gp import (
     GaussianProcess,
     Kernel,
@@ -9,20 +12,24 @@ from constmem.data.gp import (
     static_gp_tasks,
 )
 from constmem.data.images import Images, hold_out, load_images
-from constmem.data.packs import DataSet, Listing, MissingDataError, known, listing
+from constmem.data.packs import Listing, MissingDataError, listing
 from constmem.data.pixels import evaluation_tasks, image_points, image_tasks, static_image_tasks
 from constmem.data.prepare import prepare_celeba, prepare_emnist
+from constmem.data.prepare_events import prepare_easytpp, prepare_jodie
 from constmem.data.sizes import draw_sizes
 from constmem.data.task import Task
 
 __all__ = [
     "DataSet",
+    "EventLogProb",
+    "Events",
     "GaussianProcess",
     "Images",
     "Kernel",
     "Listing",
     "MissingDataError",
     "Task",
+    "bucketed",
     "draw_gp",
     "draw_sizes",
     "evaluation_tasks",
@@ -33,9 +40,15 @@ __all__ = [
     "image_tasks",
     "known",
     "listing",
+    "load_events",
     "load_images",
     "prepare_celeba",
+    "prepare_easytpp",
     "prepare_emnist",
+    "prepare_jodie",
+    "read_easytpp",
+    "read_event_csv",
+    "read_event_parquet",
     "static_gp_tasks",
     "static_image_tasks",
 ]

@@ -1,4 +1,4 @@
-"""The prepared format of data sets: where packs are, how they are read and written, which are known.
+"""The prepared format of data sets: where packs are, how they are read and written, what is found.
 
 A pack is one `.npz` file of plain arrays (`numpy.load(path, allow_pickle=False)`):
 
@@ -8,6 +8,9 @@ A pack is one `.npz` file of plain arrays (`numpy.load(path, allow_pickle=False)
   file i is `jpeg[offsets[i]:offsets[i + 1]]`; `split` int8 (n,), 0 train and validation, 1 test;
   `image_number` int32 (n,), the official number of each image.
 - `celeba32_more.npz`: `images` uint8 (n, 32, 32, 3), further training faces; `image_number` as above.
+- `events_*.npz`: `times` float64, all sequences one after the other, never decreasing inside one, in
+  `unit`; `marks` int32 from 0, -1 where unknown; `offsets` int64 (n + 1,), sequence k is
+  `times[offsets[k]:offsets[k + 1]]`; `split` int8 (n,), 0 train, 1 validation, 2 test; `num_marks`.
 
 Packs written by `prepare` also hold `source`, a sentence on where the data come from, and `sources`,
 a JSON object of file names and their SHA-256.
@@ -26,6 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from constmem.data.catalogue import EVENT_KEYS, EVENT_SPLITS, KNOWN, DataSet, known
 from constmem.files import write_bytes
 
 Array = npt.NDArray[Any]
@@ -35,71 +39,6 @@ DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError, OSErro
 
 class MissingDataError(FileNotFoundError):
     """A data set is not there; the message says where it was looked for and how to get it."""
-
-
-@dataclass(frozen=True)
-class DataSet:
-    """What is known of a data set: its pack, what it serves, and how to get it.
-
-    Args:
-        name: of the data set; its pack is `name.npz`, unless it is embedded in a package.
-        serves: names that `load_images` takes.
-        keys: arrays that a pack must hold.
-        about: what it is, in a few words.
-        get: how to get it.
-        embedded: the package that brings it along, where one does.
-    """
-
-    name: str
-    serves: tuple[str, ...]
-    keys: tuple[str, ...]
-    about: str
-    get: str
-    embedded: str | None = None
-
-
-KNOWN = {
-    known.name: known
-    for known in (
-        DataSet(
-            "emnist",
-            ("emnist",),
-            ("train_images", "train_labels", "test_images", "test_labels"),
-            "EMNIST 'balanced': 28x28 handwritten digits and letters, 47 classes",
-            "download the binary format of EMNIST (gzip.zip) from the EMNIST page of NIST, then run "
-            "`constmem data prepare emnist --source gzip.zip`",
-        ),
-        DataSet(
-            "celeba",
-            ("celeba32", "celeba64", "celeba128"),
-            ("jpeg", "offsets", "split"),
-            "CelebA: aligned faces, 178x218 JPEG files, for non-commercial research",
-            "download img_align_celeba.zip and list_eval_partition.txt from the CelebA page of the "
-            "Multimedia Laboratory, The Chinese University of Hong Kong, into one folder, then run "
-            "`constmem data prepare celeba --source img_align_celeba.zip`",
-        ),
-        DataSet(
-            "celeba32_more",
-            ("celeba32",),
-            ("images", "image_number"),
-            "further CelebA training faces at 32x32, beside a celeba.npz that holds a part of CelebA",
-            "prepare all of CelebA instead (`constmem data prepare celeba`), which makes it needless",
-        ),
-        DataSet(
-            "digits",
-            ("digits",),
-            (),
-            "1,797 real handwritten digits of 8x8 pixels, inside scikit-learn",
-            "install scikit-learn: `pip install 'constmem[train]'`",
-            embedded="sklearn",
-        ),
-    )
-}
-
-
-def known() -> tuple[DataSet, ...]:
-    """Every data set that can be loaded, found or not."""
-    return tuple(KNOWN.values())
 
 
 def data_folder(data_dir: Folder = None) -> Path:
@@ -176,7 +115,7 @@ class Listing:
         known: the data set.
         path: its pack, or the package it is embedded in.
         size: bytes of the pack.
-        counts: images in each split.
+        counts: images or event sequences in each split.
         problem: why what was found cannot be used, if so.
     """
 
@@ -198,8 +137,13 @@ class Listing:
 
 
 def listing(data_dir: Folder = None) -> list[Listing]:
-    """What is found of every known data set, without reading the images."""
-    return [_listed(entry, data_folder(data_dir)) for entry in known()]
+    """What is found of every known data set, and of other event packs, without reading the data."""
+    folder = data_folder(data_dir)
+    others = sorted(path.stem for path in folder.glob("events_*.npz") if path.stem not in KNOWN)
+    own = [
+        DataSet(stem, (stem.removeprefix("events_"),), EVENT_KEYS, "event sequences", "") for stem in others
+    ]
+    return [_listed(entry, folder) for entry in (*known(), *own)]
 
 
 def _listed(entry: DataSet, folder: Path) -> Listing:
@@ -225,9 +169,11 @@ def _listed_embedded(entry: DataSet, package: str) -> Listing:
 
 
 def _counts(path: Path, entry: DataSet) -> dict[str, int]:
-    """Images in each split, from the small arrays of a pack."""
-    small = [key for key in entry.keys if key not in ("train_images", "test_images", "jpeg", "images")]
-    pack = read_pack(path, small)
+    """Images or sequences in each split, from the small arrays of a pack."""
+    large = ("train_images", "test_images", "jpeg", "images", "times", "marks")
+    pack = read_pack(path, [key for key in entry.keys if key not in large])
+    if entry.keys == EVENT_KEYS:
+        return {name: int((pack["split"] == i).sum()) for i, name in enumerate(EVENT_SPLITS)}
     if entry.name == "emnist":
         return {"train": len(pack["train_labels"]), "test": len(pack["test_labels"])}
     if entry.name == "celeba":

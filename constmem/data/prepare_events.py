@@ -1,0 +1,182 @@
+"""From the original public event files to packs: JODIE's CSV files and EasyTPP's JSON files."""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from constmem.data.catalogue import EVENT_SPLITS
+from constmem.data.event_files import By, Sequences, csv_sequences, easytpp_sequences, parquet_sequences
+from constmem.data.packs import Array, Folder, data_folder, write_pack
+from constmem.recipes import known
+
+Source = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Jodie:
+    """What is done with a file of the JODIE collection.
+
+    Attributes:
+        file: its public name.
+        pack: what is written.
+        by: what makes a sequence; the other column is the mark.
+        commonest: how many marks are kept (None: all).
+        rebase: count each sequence's times from its first event.
+    """
+
+    file: str
+    pack: str
+    by: By = "user"
+    commonest: int | None = None
+    rebase: bool = False
+
+
+JODIE = {
+    "mooc": Jodie("mooc.csv", "events_mooc", rebase=True),
+    "reddit": Jodie("reddit.csv", "events_reddit50", commonest=50),
+    "wiki": Jodie("wikipedia.csv", "events_wiki", by="item"),  # a page's edits, marked by editor
+}
+UNITS = {"taxi": "hour"}  # of EasyTPP's sets, where it is known
+FILES = {"train": ("train",), "validation": ("dev", "validation", "valid", "val"), "test": ("test",)}
+
+
+def prepare_jodie(name: str, source: Source, data_dir: Folder = None) -> Path:
+    """Write the pack of mooc, reddit or wiki from its file of the JODIE collection.
+
+    Of the events of a sequence at the same second the first is kept: a density over gaps has no
+    room for the others. Sequences left with fewer than two events, and events outside the
+    commonest marks where only those are kept, are left out. The pack's `source` counts it all. The
+    first 60 % of the sequences by first appearance are for training, 20 % for validation, 20 % for testing.
+
+    Args:
+        name: "mooc", "reddit" or "wiki".
+        source: the CSV file, or the folder it is in.
+        data_dir: folder to write to; else CONSTMEM_DATA, else ~/.local/share/constmem.
+    """
+    plan = JODIE[known("data set of JODIE", name, JODIE)]
+    path = Path(source) / plan.file if Path(source).is_dir() else Path(source)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {path}: give {plan.file} of the JODIE collection or its folder")
+    read = csv_sequences(path, by=plan.by)
+    kept, account = _cleaned(read, plan)
+    count = len(kept.times)
+    split = np.repeat((0, 1, 2), np.diff((0, 3 * count // 5, 4 * count // 5, count)))
+    sentence = f"prepared from {path.name} of the JODIE collection: {account}; split 60/20/20 by file order"
+    return _write(kept, split, "second", data_folder(data_dir) / f"{plan.pack}.npz", sentence, [path])
+
+
+def prepare_easytpp(
+    source: Source, data_dir: Folder = None, *, name: str | None = None, unit: str | None = None
+) -> Path:
+    """Write `events_NAME.npz` from a folder with the train, dev and test files of an EasyTPP data set.
+
+    They are JSON, JSON Lines or Parquet. Everything is kept, in its own splits.
+
+    Args:
+        source: the folder.
+        data_dir: folder to write to; else CONSTMEM_DATA, else ~/.local/share/constmem.
+        name: of the data set; by default that of the folder.
+        unit: of its times; known for taxi.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}: give the one with train, dev and test files")
+    name = name or folder.resolve().name
+    if not name.replace("_", "").replace("-", "").isalnum():
+        raise ValueError(f"{name!r} cannot be a part of a file name: name the data set by letters and digits")
+    unit = unit or UNITS.get(name)
+    if unit is None:
+        raise ValueError(f"EasyTPP does not tell the unit of {name}: give it, such as --unit hour")
+    paths = [_split_file(folder, split) for split in EVENT_SPLITS]
+    reader = {".parquet": parquet_sequences}
+    parts = [reader.get(path.suffix, easytpp_sequences)(path) for path in paths]
+    if len({part.num_marks for part in parts}) > 1:
+        told = ", ".join(f"{path.name}: {part.num_marks}" for path, part in zip(paths, parts, strict=True))
+        raise ValueError(f"the files in {folder} differ in dim_process ({told}): they do not belong together")
+    times, marks = ([row for part in parts for row in getattr(part, key)] for key in ("times", "marks"))
+    split = np.repeat((0, 1, 2), [len(part.times) for part in parts])
+    sentence = f"prepared from EasyTPP's files of {name}, all events, its own splits"
+    joined = Sequences(times, marks, parts[0].num_marks)
+    return _write(joined, split, unit, data_folder(data_dir) / f"events_{name}.npz", sentence, paths)
+
+
+def _split_file(folder: Path, split: str) -> Path:
+    endings = (".json", ".jsonl", ".parquet")
+    places = [folder / f"{stem}{ending}" for stem in FILES[split] for ending in endings]
+    places += sorted(place for stem in FILES[split] for place in folder.glob(f"**/{stem}-*.parquet"))
+    found = [place for place in places if place.is_file()]
+    if len(found) != 1:
+        names = ", ".join(place.name for place in found) or "none"
+        raise FileNotFoundError(
+            f"{folder} has {len(found)} files for {split} ({names}), but one is needed: "
+            f"{' or '.join(FILES[split])} as .json, .jsonl or .parquet"
+        )
+    return found[0]
+
+
+def _cleaned(read: Sequences, plan: Jodie) -> tuple[Sequences, str]:
+    """What is kept of a file, and an account of what is not."""
+    events = sum(len(t) for t in read.times)
+    account = [f"{events:,} events"]
+    number = np.arange(read.num_marks)
+    if plan.commonest is not None:
+        counts = np.bincount(np.concatenate(read.marks), minlength=read.num_marks)
+        chosen = np.sort(np.argsort(-counts, kind="stable")[: plan.commonest])
+        number = np.full(read.num_marks, -1)
+        number[chosen] = np.arange(len(chosen))
+        lost = events - int(counts[chosen].sum())
+        account.append(
+            f"{lost:,} outside the {len(chosen)} commonest of {(counts > 0).sum():,} marks left out"
+        )
+    times, marks, simultaneous, short = [], [], 0, 0
+    for time, mark in zip(read.times, _renumbered(number, read.marks), strict=True):
+        wanted = mark >= 0
+        time, mark = time[wanted], mark[wanted]
+        new = np.diff(time, prepend=-np.inf) > 0
+        simultaneous += int((~new).sum())
+        time, mark = time[new], mark[new]
+        if len(time) < 2:
+            short += 1
+            continue
+        times.append(time - time[0] if plan.rebase else time)
+        marks.append(mark)
+    account.append(f"{simultaneous:,} simultaneous with the one before left out")
+    account.append(f"{short:,} sequences of fewer than two events left out")
+    if not times:
+        raise ValueError(f"no sequence of two events is left ({'; '.join(account)}): this is another file")
+    return Sequences(times, marks, int(number.max()) + 1), "; ".join(account)
+
+
+def _renumbered(number: Array, marks: list[Array]) -> list[Array]:
+    """Each mark under its new number; -1 for one that is not kept."""
+    for k, mark in enumerate(marks):
+        if (mark < 0).any():
+            raise ValueError(
+                f"sequence {k} has an event without a mark: this is not a file of the JODIE collection"
+            )
+    return [number[mark] for mark in marks]
+
+
+def _write(
+    sequences: Sequences, split: Array, unit: str, path: Path, sentence: str, sources: list[Path]
+) -> Path:
+    sequences.events(unit)  # checks all of it before anything is written
+    digests: dict[str, str] = {}
+    for source in sources:
+        with source.open("rb") as file:
+            digests[source.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    arrays: dict[str, Array] = {
+        "times": np.concatenate(sequences.times),
+        "marks": np.concatenate(sequences.marks).astype(np.int32),
+        "offsets": np.cumsum([0, *(len(t) for t in sequences.times)], dtype=np.int64),
+        "split": split.astype(np.int8),
+        "unit": np.array(unit),
+        "num_marks": np.array(sequences.num_marks),
+        "source": np.array(sentence),
+        "sources": np.array(json.dumps(digests, sort_keys=True)),
+    }
+    return write_pack(path, arrays, compress=True)
