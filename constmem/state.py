@@ -173,6 +173,7 @@ class AttentionState:
         mask: Tensor | None = None,
         log_weight: Tensor | None = None,
         *,
+        drift: tuple[Tensor, Tensor] | None = None,
         initial: "AttentionState | None" = None,
         chunk: int = 32,
     ) -> "AttentionState":
@@ -180,6 +181,10 @@ class AttentionState:
 
         Prefixes inside a chunk are masked softmaxes; the chunks before arrive as one carried state.
         Nothing is subtracted from a running maximum of the future, so drifting scores do no harm.
+
+        Args:
+            drift: (rates, clock) of shapes (*h, s) and (b, n), the clock in float64: rates * clock is added
+                to the scores. Inside a chunk only differences of the clock are met, however large it is.
         """
         b, heads, n = k.shape[0], k.shape[1:-2], k.shape[-2]
         if n == 0:
@@ -197,7 +202,10 @@ class AttentionState:
         for start in range(0, n, chunk):
             here = slice(start, start + chunk)
             seen = None if bias is None else bias[:, here]
-            value, lse = _prefixes(q, k[:, :, here], v[:, :, here], seen)
+            ago = None if drift is None else (drift[0].flatten(0, -2), drift[1][:, here])
+            value, lse = _prefixes(q, k[:, :, here], v[:, :, here], seen, ago)
+            if ago is not None:
+                lse = lse.to(dtype) + ago[0].to(dtype) * ago[1][:, :, None, None].to(dtype)
             part = value.to(dtype), lse.to(dtype)
             parts.append(part if carry is None else merge(*part, *carry))
             carry = parts[-1][0][:, -1:], parts[-1][1][:, -1:]
@@ -379,12 +387,17 @@ def _prefixes(
     k: Float[Tensor, "b h t c"],
     v: Float[Tensor, "b h t c"],
     bias: Float[Tensor, "b t"] | None,
+    drift: tuple[Tensor, Tensor] | None,
 ) -> tuple[Float[Tensor, "b t h s c"], Float[Tensor, "b t h s"]]:
-    """Softmaxes over every prefix of a few points, by masking."""
-    logits = reference.scores(q, k, bias)  # (b, h, s, t)
+    """Softmaxes over every prefix of a few points, by masking; drift counts from its last point."""
+    logits = reference.scores(q, k, bias)[..., None, :]  # (b, h, s, 1, t)
     t = logits.shape[-1]
     past = torch.ones(t, t, dtype=torch.bool, device=logits.device).tril()
-    logits = torch.where(past, logits[..., None, :], EMPTY)  # (b, h, s, t, t)
+    if drift is not None:
+        rates, clock = drift
+        ago = (clock[:, None, :] - clock[:, :, None]).clamp_max(0.0).to(logits.dtype)  # (b, t, t)
+        logits = logits + rates[:, :, None, None].to(logits.dtype) * ago[:, None, None]
+    logits = torch.where(past, logits, EMPTY)  # (b, h, s, t, t)
     lse = logits.logsumexp(-1)
     value = (logits - lse[..., None]).exp() @ v[:, :, None].to(logits.dtype)  # (b, h, s, t, c)
     value, lse = settle(value, lse)
