@@ -129,7 +129,8 @@ class LogNormalMixture(Distribution):
         return LogNormalMixture(self.log_weights[where], self.loc[where], self.scale[where])
 
     def _log(self, value: Tensor) -> Tensor:
-        return value.clamp_min(torch.finfo(self.loc.dtype).tiny).log().to(self.loc.dtype)
+        wide = value.to(torch.promote_types(value.dtype, self.loc.dtype))
+        return wide.clamp_min(torch.finfo(self.loc.dtype).tiny).log().to(self.loc.dtype)
 
     def _tail(self, x: Tensor, side: float) -> Tensor:
         """log P(log gap < x) for side 1, log P(log gap > x) for side -1."""
