@@ -14,6 +14,7 @@ from constmem.embed import MLP, GapFeatures
 from constmem.initial import RELU, keep_variance
 
 LOG_SCALE = (-5.0, 1.0)  # bounds of a component's log deviation, in deviations of the data's log gaps
+REACH = 10.0  # of a component's mean, in the same deviations
 QUANTILES = 16  # at which marks that depend on the gap are averaged over it
 
 
@@ -49,37 +50,37 @@ class LogNormalMixture(Distribution):
         self.loc, self.scale = loc, scale
         super().__init__(loc.shape[:-1], validate_args=False)
 
-    def log_prob(self, value: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
+    def log_prob(self, value: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         x = self._log(value)
         z = (x[..., None] - self.loc) / self.scale
         normal = -0.5 * z**2 - self.scale.log() - 0.5 * log(2 * pi)
         return (self.log_weights + normal).logsumexp(-1) - x
 
-    def log_cdf(self, value: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
+    def log_cdf(self, value: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """The logarithm of the probability of a gap of at most `value`."""
         return self._tail(self._log(value), 1.0)
 
-    def log_survival(self, value: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
+    def log_survival(self, value: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """The logarithm of the probability of a gap longer than `value`."""
         return self._tail(self._log(value), -1.0)
 
-    def log_hazard(self, value: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
+    def log_hazard(self, value: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """The logarithm of the intensity once `value` has passed without an event: log f - log S."""
         return self.log_prob(value) - self.log_survival(value)
 
-    def cdf(self, value: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
+    def cdf(self, value: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         return self.log_cdf(value).exp()
 
-    def survival(self, value: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
+    def survival(self, value: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """The probability of a gap longer than `value`."""
         return self.log_survival(value).exp()
 
-    def hazard(self, value: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
+    def hazard(self, value: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """The intensity once `value` has passed without an event."""
         return self.log_hazard(value).exp()
 
     @torch.no_grad()
-    def icdf(self, value: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
+    def icdf(self, value: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """Quantiles, without gradient: bisection between the smallest and largest of the components' own."""
         wide = LogNormalMixture(self.log_weights.double(), self.loc.double(), self.scale.double())
         p = value.double()
@@ -160,6 +161,7 @@ class GapHead(nn.Module):
         low, high = LOG_SCALE
         middle, reach = (low + high) / 2, (high - low) / 2
         log_scale = middle + reach * torch.tanh((raw - middle) / reach)
+        mean = REACH * torch.tanh(mean / REACH)
         return LogNormalMixture(log_weights, shift + scale * mean, scale * log_scale.exp())
 
 

@@ -12,7 +12,6 @@ from typing import Generic
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from typing_extensions import TypeVar
 
 from constmem import checks
@@ -22,6 +21,7 @@ from constmem.embed import MarkEmbedding
 from constmem.point_processes.chunks import Chunk, pieces, streamed
 from constmem.point_processes.model import EventModel
 from constmem.point_processes.prediction import Prediction
+from constmem.point_processes.rewind import Walk, walk
 from constmem.point_processes.sampling import sample
 from constmem.point_processes.states import EventState
 
@@ -131,7 +131,8 @@ class PointProcess(EventModel, Generic[S]):
         scored = events.scored
         if initial is not None:
             scored = scored | (events.mask & (initial.count > 0)[:, None])
-        return self._log_prob(state, events, scored, chunk)
+        time, mark, state = self._log_prob(state, events, events.mask, chunk)
+        return EventLogProb(time, mark, self._survival(state, events), scored)
 
     def loss(
         self,
@@ -152,8 +153,8 @@ class PointProcess(EventModel, Generic[S]):
         if reads < 1.0:
             draw = torch.rand(scored.shape, generator=generator, device=scored.device)
             scored = scored & (draw < reads)
-        with self._dropout_from(generator):
-            return -self._log_prob(state, events, scored, chunk, wanted=scored).mean
+        time, mark, _ = self._log_prob(state, events, scored, chunk, generator)
+        return -EventLogProb(time, mark, None, scored).mean
 
     def sample(
         self,
@@ -193,30 +194,23 @@ class PointProcess(EventModel, Generic[S]):
         return torch.cat([first, features[:, :-1]], 1), self._moved(state, chunk, memory)
 
     def _log_prob(
-        self, state: S, events: Events, scored: Tensor, chunk: int | None, wanted: Tensor | None = None
-    ) -> EventLogProb:
-        wanted = events.mask if wanted is None else wanted
+        self,
+        state: S,
+        events: Events,
+        wanted: Tensor,
+        chunk: int | None,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, Tensor, S]:
+        """Log-probabilities of gaps and marks where wanted, and the state after all events."""
+        if not events.times.shape[1]:
+            nothing = events.times.to(self.dtype)
+            return nothing, nothing, state
         stride = chunk or self._stride(events)
-        again = torch.is_grad_enabled() and events.times.shape[1] > stride
-        parts: list[tuple[Tensor, Tensor]] = []
-        start = 0
-        for part in pieces(events, state.last_time, stride):
-            stop = start + part.times.shape[1]
-            arguments = state, part, wanted[:, start:stop]
-            if again:
-                *found, state = checkpoint(self._score, *arguments, use_reentrant=False)
-            else:
-                *found, state = self._score(*arguments)
-            parts.append((found[0], found[1]))
-            start = stop
-        if not parts:
-            parts = [(events.times.to(self.dtype), events.times.to(self.dtype))]
-        time, mark = (torch.cat(each, 1) for each in zip(*parts, strict=True))
-        survival = None
-        if events.t_end is not None:
-            left = (events.t_end - state.last_time).clamp_min(0.0)
-            survival = torch.where(left > 0, self._gap(self._read(state)).log_survival(left), 0.0)
-        return EventLogProb(time, mark, survival, scored)
+        parts = pieces(events, state.last_time, stride)
+        chunks = list(zip(parts, wanted.split(stride, 1), strict=True))
+        return walk(
+            Walk(self._score, chunks, self._seeds(len(chunks), generator)), state, [*self.parameters()]
+        )
 
     def _score(self, state: S, chunk: Chunk, wanted: Tensor) -> tuple[Tensor, Tensor, S]:
         """Log-probabilities of the gaps and marks of a chunk where wanted, and the state after it."""
@@ -227,6 +221,13 @@ class PointProcess(EventModel, Generic[S]):
         logits = self.mark_head(features, self._standard(chunk.gaps))
         mark = logits.gather(-1, chunk.marks.clamp_min(0)[..., None]).squeeze(-1)
         return time, torch.where(known, mark, 0.0), state
+
+    def _survival(self, state: S, events: Events) -> Tensor | None:
+        """The log-probability of nothing from the last event to the end of the watch."""
+        if events.t_end is None:
+            return None
+        left = (events.t_end - state.last_time).clamp_min(0.0)
+        return torch.where(left > 0, self._gap(self._read(state)).log_survival(left), 0.0)
 
     def _moved(self, state: S, chunk: Chunk, memory: dict[str, Tensor]) -> S:
         """The state with a new memory, and the clock at the last real event of a chunk."""

@@ -81,7 +81,8 @@ def streamed(
         times = torch.where(mask, times, last_time[:, None]).cummax(1).values if times.shape[1] else times
     before = torch.cat([last_time[:, None], times], 1)[:, :-1]
     real = torch.ones_like(marks, dtype=torch.bool) if mask is None else mask
-    _require_fitting(times, before, torch.where(real, marks, 0), real, num_marks)
+    marks = torch.where(real, marks, -1)
+    _require_fitting(times, before, marks, real, num_marks)
     for i in range(0, times.shape[1], chunk):
         here = slice(i, i + chunk)
         part = None if mask is None else mask[:, here]

@@ -145,7 +145,7 @@ class CMHP(PointProcess[ConstantState]):
         q = self.stack.observation.prepared().queries
         drift = None if self.log_rates is None else (self.log_rates.exp(), clock)
         prefixes = AttentionState.scan(q, k, v, chunk.mask, drift=drift, initial=state.attention)
-        memory = {"value": prefixes.value[:, -1], "lse": prefixes.lse[:, -1]}
+        memory = {"value": prefixes.value[:, -1].clone(), "lse": prefixes.lse[:, -1].clone()}
         parts = (prefixes.value, prefixes.lse, clock, chunk.marks, chunk.gaps)
         known = self._known(*(part[wanted] for part in parts))  # only what is asked for is read
         features = known.new_zeros(*wanted.shape, known.shape[-1])

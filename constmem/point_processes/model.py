@@ -1,7 +1,6 @@
 """What any point process is before it sees events: heads, the scale of time, and checks of what comes in."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -85,17 +84,13 @@ class EventModel(Model):
         gap: LogNormalMixture = self.gap_head(features, self.log_gap_mean, self.log_gap_std)
         return gap
 
-    @contextmanager
-    def _dropout_from(self, generator: torch.Generator | None) -> Iterator[None]:
-        """Seed PyTorch's own generator, which dropout uses, from another; afterwards it is as before."""
+    def _seeds(self, count: int, generator: torch.Generator | None) -> list[int]:
+        """Seeds for the dropout of as many chunks; none where nothing is dropped."""
         rates = [m.p for m in self.modules() if isinstance(m, torch.nn.Dropout)]
-        if generator is None or not self.training or not any(rates):
-            yield
-            return
-        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            yield
+        if not self.training or not any(rates):
+            return []
+        device = None if generator is None else generator.device
+        return torch.randint(2**62, (count,), generator=generator, device=device).tolist()
 
     def _require_fitting(self, events: Events) -> None:
         """Refuse events of other marks, another unit or on another device."""

@@ -32,12 +32,11 @@ class Prediction:
         """
         if gap is not None or not self.given_gap:
             return self.mark_at(self.last_time if gap is None else gap)
-        total: Tensor | None = None
-        for i in range(QUANTILES):
-            level = torch.full(self.last_time.shape, (i + 0.5) / QUANTILES, device=self.last_time.device)
-            part = self.mark_at(self.gap.icdf(level))
-            total = part if total is None else torch.logaddexp(total, part)
-        assert total is not None
+        levels = (torch.arange(QUANTILES, device=self.last_time.device) + 0.5) / QUANTILES
+        first, *rest = self.gap.icdf(levels.reshape(-1, *[1] * self.last_time.ndim))
+        total = self.mark_at(first)
+        for gap in rest:
+            total = torch.logaddexp(total, self.mark_at(gap))
         return total.log_softmax(-1)
 
     @property
@@ -53,5 +52,4 @@ class Prediction:
     def quantiles(self, levels: Float[Tensor, " q"] | list[float]) -> Float[Tensor, "*b q"]:
         """The gaps that are not exceeded with the given probabilities."""
         levels = torch.as_tensor(levels, dtype=self.gap.loc.dtype, device=self.last_time.device)
-        each = [self.gap.icdf(level.expand(self.last_time.shape)) for level in levels]
-        return torch.stack(each, -1)
+        return self.gap.icdf(levels.reshape(-1, *[1] * self.last_time.ndim)).movedim(0, -1)
