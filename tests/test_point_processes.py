@@ -310,7 +310,7 @@ def test_samples_are_seeded_and_follow_the_density(kind: str) -> None:
         state = model.condition(events).repeat(1500)
         nxt = model.query(state)
         given = nxt.mark_logits().exp()
-    draws = [model.sample(state, n=2, generator=torch.Generator().manual_seed(s)) for s in (7, 7, 8)]
+    draws = [model.sample(state, n=2, generator=torch.Generator().manual_seed(s)) for s in (2, 2, 3)]
     assert torch.equal(draws[0].times, draws[1].times)
     assert not torch.equal(draws[0].times, draws[2].times)
     pit = nxt.gap.cdf(draws[0].gaps[:, 0]).sort().values
