@@ -16,6 +16,7 @@ from constmem.data.packs import Listing, MissingDataError, listing
 from constmem.data.pixels import evaluation_tasks, image_points, image_tasks, static_image_tasks
 from constmem.data.prepare import prepare_celeba, prepare_emnist
 from constmem.data.prepare_events import prepare_easytpp, prepare_jodie
+from constmem.data.simulate import Hawkes, Poisson, Process, Renewal, SelfCorrecting
 from constmem.data.sizes import draw_sizes
 from constmem.data.task import Task
 
@@ -24,10 +25,15 @@ __all__ = [
     "EventLogProb",
     "Events",
     "GaussianProcess",
+    "Hawkes",
     "Images",
     "Kernel",
     "Listing",
     "MissingDataError",
+    "Poisson",
+    "Process",
+    "Renewal",
+    "SelfCorrecting",
     "Task",
     "bucketed",
     "draw_gp",

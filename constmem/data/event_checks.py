@@ -58,11 +58,7 @@ def _explain(
     finite: Tensor, sorted_: Tensor, packed: Tensor, in_range: Tensor,
 ) -> None:  # fmt: skip
     """Raise what a batch that failed its checks deserves; the first fault in reading order."""
-    ends = () if t_end is None else (("t_end", t_end),)
-    for name, bound in (("t_start", t_start), *ends):
-        if not bool(torch.isfinite(bound).all()):
-            k = int((~torch.isfinite(bound)).nonzero()[0])
-            raise ValueError(f"{name} of sequence {k} is {bound[k].item()}: it must be finite")
+    _explain_bounds(t_start, t_end)
     if not bool(finite.all()):
         k, i = _first(~finite)
         raise ValueError(f"times[{k}, {i}] is {times[k, i].item()}: every time must be finite")
@@ -95,6 +91,13 @@ def _explain(
                 "leave out events after t_end, or give a later one"
             )
     raise ValueError("padding must repeat the last real time of its sequence (t_start where there is none)")
+
+
+def _explain_bounds(t_start: Tensor, t_end: Tensor | None) -> None:
+    for name, bound in (("t_start", t_start), *(() if t_end is None else (("t_end", t_end),))):
+        if not bool(torch.isfinite(bound).all()):
+            k = int((~torch.isfinite(bound)).nonzero()[0])
+            raise ValueError(f"{name} of sequence {k} is {bound[k].item()}: it must be finite")
 
 
 def _first(bad: Tensor) -> tuple[int, int]:

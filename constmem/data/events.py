@@ -13,7 +13,7 @@ from constmem.data.event_checks import check_events
 from constmem.data.padding import UNKNOWN, Bounds, Sequences, bounds_of, marks_of, one_sequence, pad
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Events:
     """A batch of event sequences, the real events of each first and padding behind them.
 
@@ -143,6 +143,10 @@ class Events:
         """How many sequences there are."""
         return len(self.times)
 
+    def __repr__(self) -> str:
+        size = f"{len(self):,} sequences, {self.num_events:,} events, {self.num_marks:,} marks"
+        return f"Events({size}, times in {self.unit!r}, on {self.device})"
+
     @property
     def lengths(self) -> Int[Tensor, "b"]:
         """How many events each sequence has."""
@@ -191,6 +195,16 @@ class Events:
     def trim(self) -> "Events":
         """The same events without the columns that hold nothing but padding."""
         return self._cut(int(self.lengths.max()) if len(self) else 0)
+
+    def window(self, start: int, stop: int) -> "Events":
+        """The events from place start to before stop, watched from the event before the first.
+
+        The watch ends at t_end where nothing follows, else nobody knows when.
+        """
+        parts = {name: getattr(self, name)[:, start:stop] for name in ("times", "marks", "mask")}
+        t_start = self.times[:, start - 1] if start else self.t_start
+        t_end = self.t_end if stop >= self.times.shape[1] else None
+        return _trusted(**parts, t_start=t_start, t_end=t_end, unit=self.unit, num_marks=self.num_marks)
 
     def _cut(self, width: int) -> "Events":
         """The first `width` columns, behind which is only padding."""

@@ -1,6 +1,6 @@
 """From ragged sequences to padded tensors: times, marks and bounds, each checked by its sequence."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-Sequences = Sequence[Any]  # of sequences of numbers: lists, arrays or tensors
-Bounds = float | Sequence[float] | Tensor | None
+Sequences = Iterable[Any]  # of sequences of numbers: lists, arrays or tensors
+Bounds = int | float | Sequence[int | float] | Tensor | None
 UNKNOWN = -1  # a mark nobody told
 
 
@@ -57,9 +57,10 @@ def marks_of(
 ) -> tuple[Int64[Tensor, "b t"], int]:
     """Padded marks beside times, and how many kinds there are."""
     if marks is None:
-        known = 0 if num_marks in (None, 1) else UNKNOWN
+        num_marks = 1 if num_marks is None else num_marks
+        known = 0 if num_marks == 1 else UNKNOWN
         kinds = [torch.full((len(row),), known) for row in rows]
-        return pad(kinds, [UNKNOWN] * len(rows), torch.int64, repeat=False)[0], num_marks or 1
+        return pad(kinds, [UNKNOWN] * len(rows), torch.int64, repeat=False)[0], num_marks
     kinds = [one_sequence("marks", k, row, whole=True) for k, row in enumerate(marks)]
     if len(kinds) != len(rows):
         raise ValueError(f"there are marks for {len(kinds)} sequences, but times for {len(rows)}")
@@ -76,7 +77,7 @@ def marks_of(
 
 
 def pad(
-    rows: list[Tensor], empty: Sequence[float], dtype: torch.dtype, *, repeat: bool = True
+    rows: list[Tensor], empty: Sequence[int | float], dtype: torch.dtype, *, repeat: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Rows of one width, filled up with their last value or with that of `empty`, and what is real."""
     width = max((len(row) for row in rows), default=0)

@@ -1,0 +1,215 @@
+"""Pictures of events: what was foretold and what came, hazards, goodness of fit, confused marks."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float64, Int64
+from torch import Tensor
+
+from constmem.data import Events
+from constmem.evaluate_events import EventPredictor
+from constmem.plots import BLUE, GREY, RED, pyplot, save_figure
+
+LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
+File = str | os.PathLike[str]
+
+
+@torch.no_grad()
+def sequence_picture(
+    model: EventPredictor, events: Events, path: File, *, title: str, most: int = 60
+) -> Path:
+    """One sequence: above, each gap with the density and the intervals foretold for it; below, when and what.
+
+    Args:
+        events: of one sequence.
+        most: how many events are shown, from the last backwards.
+    """
+    model.eval()
+    events = _alone(events)
+    gap = model.forecast(events).gap
+    real = events.gaps[0].cpu()
+    shown = slice(max(1, len(real) - most), len(real))
+    place = torch.arange(len(real))[shown]
+    gaps = real[shown].clamp_min(_smallest(real))
+    quantiles = {level: _quantile(gap, level).cpu()[0, shown] for level in LEVELS}
+    low = torch.minimum(gaps, quantiles[0.05]).min().item() / 2
+    high = torch.maximum(gaps, quantiles[0.95]).max().item() * 2
+    grid = torch.logspace(torch.tensor(low).log10().item(), torch.tensor(high).log10().item(), 160).double()
+    value = grid[:, None, None].to(events.device).expand(-1, 1, len(real))
+    density = (gap.log_prob(value).exp() * value).cpu()[:, 0, shown]  # of the log gap
+    plt = pyplot()
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(8.0, 4.6), dpi=130, gridspec_kw={"height_ratios": [5, 1]}
+    )
+    strongest = density.amax(0, keepdim=True)
+    above.pcolormesh(
+        *map(_array, (place, grid, density / strongest)), cmap="Blues", shading="nearest", vmax=1.6
+    )
+    for level, style in ((0.05, ":"), (0.25, "--"), (0.5, "-"), (0.75, "--"), (0.95, ":")):
+        label = {0.05: "90 % interval", 0.25: "50 % interval", 0.5: "median"}.get(level)
+        above.plot(_array(place), _array(quantiles[level]), style, color=BLUE, linewidth=0.9, label=label)
+    above.plot(_array(place), _array(gaps), ".", color=RED, markersize=5, label="what came")
+    above.set(yscale="log", ylabel=f"gap ({events.unit})", xlabel="event", ylim=(low, high))
+    above.set_title(title, loc="left", fontsize=10)
+    above.legend(frameon=False, fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+    _timeline(below, events, shown)
+    figure.tight_layout()
+    return save_figure(figure, path)
+
+
+@torch.no_grad()
+def hazard_picture(
+    model: EventPredictor,
+    events: Events,
+    path: File,
+    *,
+    title: str,
+    truth: Callable[[Tensor], Tensor] | None = None,
+    most: int = 40,
+) -> Path:
+    """The hazard a model sees while time passes, with the events below it.
+
+    Args:
+        events: of one sequence.
+        truth: the true hazard at some times, where it is known (`Process.hazard`).
+        most: how many events are shown, from the last backwards.
+    """
+    model.eval()
+    events = _alone(events)
+    gap = model.forecast(events).gap
+    shown = slice(max(1, events.times.shape[1] - most), events.times.shape[1])
+    share = torch.linspace(1e-3, 1, 60, dtype=torch.float64, device=events.device)[:, None, None]
+    offsets = share * events.gaps  # (60, 1, t)
+    log_hazard = gap.log_prob(offsets) - gap.log_survival(offsets)
+    times = (events.times - events.gaps + offsets)[:, 0, shown].T.reshape(-1)
+    plt = pyplot()
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(8.0, 3.6), dpi=130, sharex=True, gridspec_kw={"height_ratios": [5, 1]}
+    )
+    if truth is not None:
+        above.plot(_array(times), _array(truth(times)), color=GREY, linewidth=2.2, label="true hazard")
+    hazard = log_hazard[:, 0, shown].T.reshape(-1).exp()
+    above.plot(_array(times), _array(hazard), color=BLUE, linewidth=1.1, label="the model's")
+    above.set(ylabel=f"events per {events.unit}", ylim=(0, None))
+    above.set_title(title, loc="left", fontsize=10)
+    above.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
+    _timeline(below, events, shown)
+    figure.tight_layout()
+    return save_figure(figure, path)
+
+
+def fit_picture(rescaled: Mapping[str, Float64[Tensor, "n"]], path: File, *, title: str) -> Path:
+    """Rescaled times against the exponential they should follow, and their histogram as probabilities.
+
+    Grey is where 95 % of the points (of the bars) of a true model would lie, each on its own.
+
+    Args:
+        rescaled: for each model its rescaled times (see `evaluate_events.rescaled_times`).
+    """
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.8), dpi=130)
+    n = min(len(values) for values in rescaled.values())
+    expected = torch.linspace(0, float(torch.tensor(n).log()), 200, dtype=torch.float64)
+    level = -torch.expm1(-expected)
+    spread = 1.96 * (expected.expm1() / n).sqrt()  # √(p (1 - p) / n) over the density 1 - p
+    band = (expected - spread).clamp_min(0), expected + spread
+    left.fill_between(*map(_array, (expected, *band)), color=GREY, alpha=0.35, linewidth=0)
+    left.plot([0, float(expected[-1])], [0, float(expected[-1])], color=GREY, linewidth=0.8)
+    bins = 20
+    noise = 1.96 * (bins / n * (1 - 1 / bins)) ** 0.5
+    right.axhspan(1 - noise, 1 + noise, color=GREY, alpha=0.35, linewidth=0)
+    for (label, values), color in zip(rescaled.items(), _colours(len(rescaled)), strict=True):
+        values = values.double().cpu()
+        found = torch.quantile(_thinned(values), level)
+        left.plot(_array(expected), _array(found), color=color, linewidth=1.4, label=label)
+        pit = -torch.expm1(-values)
+        heights = torch.histc(pit, bins, 0, 1) * bins / len(pit)
+        right.stairs(
+            _array(heights), _array(torch.linspace(0, 1, bins + 1)), color=color, linewidth=1.4, label=label
+        )
+    left.set(xlabel="exponential quantile", ylabel="quantile of rescaled times")
+    right.set(xlabel="probability of a shorter gap", ylabel="density", ylim=(0, None))
+    left.legend(frameon=False, fontsize=8)
+    left.set_title(title, loc="left", fontsize=10)
+    figure.tight_layout()
+    return save_figure(figure, path)
+
+
+def confusion_picture(
+    shown: Int64[Tensor, "k"],
+    counts: Int64[Tensor, "k k1"],
+    path: File,
+    *,
+    title: str,
+    names: Sequence[str] | None = None,
+) -> Path:
+    """Which mark was foretold for each of the commonest, in percent of its events (see `mark_confusion`)."""
+    plt = pyplot()
+    percent = 100 * counts.cpu().double() / counts.cpu().sum(1, keepdim=True).clamp_min(1)
+    labels = [str(mark) if names is None else names[mark] for mark in shown.tolist()]
+    side = 0.48 * len(labels) + 1.6
+    figure, axis = plt.subplots(figsize=(side + 0.6, side), dpi=130)
+    axis.imshow(_array(percent), cmap="Blues", vmin=0, vmax=100)
+    for i, row in enumerate(percent.tolist()):
+        for j, value in enumerate(row):
+            if value >= 0.5:
+                color = "white" if value > 55 else "black"
+                axis.text(j, i, f"{value:.0f}", ha="center", va="center", fontsize=7, color=color)
+    axis.set_xticks(range(len(labels) + 1), [*labels, "other"], fontsize=8)
+    axis.set_yticks(
+        range(len(labels)),
+        [f"{label} ({int(n):,})" for label, n in zip(labels, counts.sum(1), strict=True)],
+        fontsize=8,
+    )
+    axis.set(xlabel="foretold", ylabel="came (events)")
+    axis.set_title(title, loc="left", fontsize=10)
+    figure.tight_layout()
+    return save_figure(figure, path)
+
+
+def _array(numbers: Tensor) -> Any:
+    return numbers.detach().cpu().numpy()
+
+
+def _alone(events: Events) -> Events:
+    if len(events) != 1 or int(events.lengths[0]) < 2:
+        raise ValueError(
+            f"there are {len(events)} sequences, the first with {events.lengths.tolist()[:1]} events: select "
+            "one of two events or more"
+        )
+    return events.trim()
+
+
+def _quantile(gap: Any, level: float) -> Tensor:
+    shape = torch.Size(gap.batch_shape)
+    out: Tensor = gap.icdf(torch.full(shape, level, dtype=torch.float64, device=gap.mean.device)).double()
+    return out
+
+
+def _smallest(gaps: Tensor) -> float:
+    """The shortest positive gap: what simultaneous events are shown at on a logarithmic axis."""
+    positive = gaps[gaps > 0]
+    return float(positive.min()) if len(positive) else 1.0
+
+
+def _timeline(axis: Any, events: Events, shown: slice) -> None:
+    """The events as strokes, coloured by mark."""
+    colours = [f"C{mark % 10}" if mark >= 0 else GREY for mark in events.marks[0, shown].tolist()]
+    axis.vlines(_array(events.times[0, shown]), 0, 1, colors=colours, linewidth=1.3)
+    note = "; colours are marks" if events.num_marks > 1 else ""
+    axis.set(yticks=[], xlabel=f"time ({events.unit}{note})")
+    for side in ("left", "right", "top"):
+        axis.spines[side].set_visible(False)
+
+
+def _colours(count: int) -> list[str]:
+    return [BLUE, RED, "#2a9d8f", "#e9a03b", "#6d597a", GREY][:count] + ["black"] * (count - 6)
+
+
+def _thinned(values: Tensor, most: int = 1_000_000) -> Tensor:
+    """`torch.quantile` takes 16 million numbers; evenly spaced order statistics say the same."""
+    ordered = values.sort().values
+    return ordered if len(ordered) <= most else ordered[torch.linspace(0, len(ordered) - 1, most).long()]
