@@ -20,6 +20,10 @@ DataDir = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
 
+_POINTS, _EVENTS = "emnist, celeba32, celeba64, celeba128, digits, gp", "taxi, mooc, reddit50, wiki, taobao"
+_OF_POINTS = "cmanp, lbanp, tnpd, eqtnp, cnp, canp, np, anp, bnp, banp"
+_OF_EVENTS = "cmhp, cmhp-faithful, thp, gru, trivial"
+
 
 @app.command()
 def demo(
@@ -34,8 +38,8 @@ def demo(
 
 @app.command()
 def train(
-    dataset: Annotated[str, typer.Argument(help="emnist, celeba32, celeba64, celeba128, digits or gp.")],
-    model: Annotated[str, typer.Argument(help="cmanp, lbanp, tnpd, eqtnp, cnp, canp, np, anp, bnp or banp.")],
+    dataset: Annotated[str, typer.Argument(help=f"{_POINTS}; of events: {_EVENTS}.")],
+    model: Annotated[str, typer.Argument(help=f"{_OF_POINTS}; of events: {_OF_EVENTS}.")],
     recipe: Annotated[str, typer.Option(help="improved (ours) or faithful (the paper's).")] = "improved",
     seed: Annotated[int, typer.Option(help="Of weights and tasks.")] = 0,
     steps: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,

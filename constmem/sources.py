@@ -3,41 +3,109 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from constmem import data
-from constmem.data import Images, Task
-from constmem.recipes import Recipe
+from constmem.data import Events, Images, Task
+from constmem.neural_processes import NeuralProcess
+from constmem.point_processes import PointProcess
+from constmem.recipes import EVENTS, Recipe
 
 HELD_OUT = 1000  # training images set aside to validate on
 
 
+POOL = 16  # batches among which sequences are sorted by length
+B = TypeVar("B")
+
+
 @dataclass(frozen=True)
-class Source:
-    """A data set as tasks.
+class Source(Generic[B]):
+    """A data set as batches of some kind, and what a training loop does with one of them.
 
     Attributes:
-        sample: a fresh batch of training tasks from a generator.
-        validation: the same held-out tasks every time.
-        tests: names of test sets, each a function to their fixed tasks.
+        sample: a fresh training batch from a generator.
+        validation: the same held-out batches every time.
+        tests: names of test sets, each a function to their fixed batches.
         statement: what the data are.
+        loss: calls a model's loss (compiled or not) on a batch, with a generator.
+        score: the summed log-likelihood of a batch, and of how many points or events.
+        prepare: what a new model has to know of the training data.
     """
 
-    sample: Callable[[torch.Generator], Task]
-    validation: Callable[[], Iterator[Task]]
-    tests: dict[str, Callable[[], Iterator[Task]]]
+    sample: Callable[[torch.Generator], B]
+    validation: Callable[[], Iterator[B]]
+    tests: dict[str, Callable[[], Iterator[B]]]
     statement: str
+    loss: Callable[[Callable[..., Tensor], B, torch.Generator], Tensor]
+    score: Callable[[Any, B], tuple[float, int]]
+    prepare: Callable[[Any], None] = lambda _: None
 
 
-def open_source(dataset: str, recipe: Recipe, *, data_dir: Path | None, device: torch.device) -> Source:
-    """The source of a data set that `recipes.DATASETS` names."""
+def open_source(dataset: str, recipe: Recipe, *, data_dir: Path | None, device: torch.device) -> Source[Any]:
+    """The source of a data set that `recipes.DATASETS` or `recipes.EVENTS` names."""
+    if dataset in EVENTS:
+        return _events(dataset, recipe, data_dir, device)
     if dataset == "gp":
         return _gp(recipe, device)
     return _images(dataset, recipe, data_dir, device)
 
 
-def _gp(recipe: Recipe, device: torch.device) -> Source:
+def _task_loss(loss_of: Callable[..., Tensor], task: Task, generator: torch.Generator) -> Tensor:
+    return loss_of(
+        task.xc, task.yc, task.xt, task.yt, mask_c=task.mask_c, mask_t=task.mask_t, generator=generator
+    )
+
+
+def _task_score(model: NeuralProcess, task: Task) -> tuple[float, int]:
+    state = model._condition([(task.xc, task.yc, None)])
+    log_prob = model.predict(model.read(state), task.xt).log_prob(task.yt)
+    return float(task.point_log_likelihood(log_prob).sum()), task.xt.shape[0] * task.xt.shape[1]
+
+
+def _events_loss(loss_of: Callable[..., Tensor], events: Events, generator: torch.Generator) -> Tensor:
+    return loss_of(events, generator=generator)
+
+
+def _events_score(model: PointProcess, events: Events) -> tuple[float, int]:
+    found = model.log_prob(events)
+    return float((found.time + found.mark)[found.scored].double().sum()), int(found.scored.sum())
+
+
+def _events(dataset: str, recipe: Recipe, data_dir: Path | None, device: torch.device) -> Source[Events]:
+    training, validation, test = (
+        data.load_events(dataset, data_dir=data_dir, split=split).to(device)
+        for split in ("train", "validation", "test")
+    )
+    lengths = training.lengths.cpu()
+
+    def sample(generator: torch.Generator) -> Events:
+        """One batch of a pool sorted by length: every sequence is as likely as any other, padding is rare."""
+        pool = torch.randperm(len(training), generator=generator, device=generator.device).cpu()
+        pool = pool[: POOL * recipe.batch]
+        batches = pool[lengths[pool].argsort(stable=True)].split(recipe.batch)
+        which = int(torch.randint(len(batches), (), generator=generator, device=generator.device))
+        return training.select(batches[which].to(device)).trim()
+
+    def fixed(events: Events) -> Callable[[], Iterator[Events]]:
+        order = events.lengths.cpu().argsort(stable=True)
+
+        def batches() -> Iterator[Events]:
+            for index in order.split(recipe.batch):
+                yield events.select(index.to(device)).trim()
+
+        return batches
+
+    tests = {"test": fixed(test)}
+    return Source(
+        sample, fixed(validation), tests, f"event sequences of {dataset}, in {training.unit}s; own splits",
+        _events_loss, _events_score, lambda model: model.standardise(training),
+    )  # fmt: skip
+
+
+def _gp(recipe: Recipe, device: torch.device) -> Source[Task]:
     def sample(generator: torch.Generator) -> Task:
         if recipe.sampling == "reference":
             return data.gp_tasks(recipe.batch, generator=generator)[0]
@@ -51,10 +119,11 @@ def _gp(recipe: Recipe, device: torch.device) -> Source:
         return tasks
 
     tests = {kernel: fixed(kernel, 0, 3000) for kernel in ("rbf", "matern", "periodic")}
-    return Source(sample, fixed("rbf", 1, 200), tests, "Gaussian processes drawn from the protocol's prior")
+    statement = "Gaussian processes drawn from the protocol's prior"
+    return Source(sample, fixed("rbf", 1, 200), tests, statement, _task_loss, _task_score)
 
 
-def _images(dataset: str, recipe: Recipe, data_dir: Path | None, device: torch.device) -> Source:
+def _images(dataset: str, recipe: Recipe, data_dir: Path | None, device: torch.device) -> Source[Task]:
     seen = range(10) if dataset == "emnist" else None
     images = data.load_images(dataset, data_dir=data_dir, split="train", classes=seen).to(device)
     training, validation = data.hold_out(images, count=min(HELD_OUT, len(images) // 10))
@@ -79,7 +148,7 @@ def _images(dataset: str, recipe: Recipe, data_dir: Path | None, device: torch.d
     for name, classes in _test_sets(dataset).items():
         test = data.load_images(dataset, data_dir=data_dir, split="test", classes=classes)
         tests[name] = fixed(test.to(device), 0)
-    return Source(sample, fixed(validation, 1), tests, images.source)
+    return Source(sample, fixed(validation, 1), tests, images.source, _task_loss, _task_score)
 
 
 def _test_sets(dataset: str) -> dict[str, range | None]:

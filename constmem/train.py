@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from constmem import checkpoint
-from constmem.data import Task
+from constmem import checkpoint, neural_processes, point_processes
 from constmem.files import write_text
-from constmem.neural_processes import MODELS, NeuralProcess
+from constmem.model import Model
 from constmem.progress import progress
 from constmem.recipes import Recipe, known
 from constmem.sources import Source, open_source
 
 LOG_EVERY = 50
+MODELS: dict[str, type[Any]] = {**neural_processes.MODELS, **point_processes.MODELS}
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class StoppedError(RuntimeError):
     """A run came to an early end; the message says why, and how to go on."""
 
 
-def build(run: Run) -> NeuralProcess:
+def build(run: Run) -> Any:
     """A freshly initialised model, the same for the same seed."""
     name = known("model", run.model.partition("-")[0], MODELS)
     with torch.random.fork_rng(devices=[]):
@@ -61,16 +61,19 @@ def train(
     device: str = "cpu",
     resume: bool = False,
     compiled: bool = True,
-    validate_every: int = 2000,
+    validate_every: int | None = None,
     save_every: float = 60.0,
     stop_after: int | None = None,
 ) -> Path:
     """Train a model into the folder `out`: config.json, model.safetensors, metrics.jsonl, a checkpoint.
 
+    What is kept in model.safetensors are the best weights by validation so far (before the first
+    validation, the latest), for every model alike; the checkpoint holds the latest, to go on from.
+
     Args:
         out: the run's folder; must be new unless `resume` is set.
         compiled: on a GPU, compile the loss and capture the whole step in a graph.
-        validate_every: steps between validations.
+        validate_every: steps between validations, instead of the recipe's.
         save_every: seconds between checkpoints.
         stop_after: leave the loop (with a checkpoint) after this step, to be resumed later.
     """
@@ -79,6 +82,7 @@ def train(
     _set_precision(run.recipe.precision)
     source = open_source(run.dataset, run.recipe, data_dir=data_dir, device=where)
     model = build(run).to(where).train()
+    source.prepare(model)
     optimiser = _optimiser(model, run.recipe, where)
     generator = torch.Generator(where).manual_seed(run.seed)
     step_of = _stepper(run.recipe, model, optimiser, source, generator, compiled=compiled)
@@ -89,15 +93,18 @@ def train(
 
     def save(step: int) -> None:
         checkpoint.save(out, model=model, optimiser=optimiser, generator=generator, step=step)
-        model.save_pretrained(out)
+        if log.best is None:
+            model.save_pretrained(out)
 
+    every = validate_every or run.recipe.validate_every
     last = min(run.recipe.steps, stop_after or run.recipe.steps)
     saved = time.monotonic()
     with progress(f"{run.dataset}/{run.model}", run.recipe.steps) as report, _interruptible() as interrupted:
         while done < last:
             loss = step_of(_rate(run.recipe, done))
             done += 1
-            if done % LOG_EVERY and done < last and not interrupted:
+            validates = done % every == 0 or done == run.recipe.steps
+            if done % LOG_EVERY and done < last and not interrupted and not validates:
                 continue
             value = float(loss)
             if not math.isfinite(value):
@@ -107,8 +114,8 @@ def train(
                 )
             log.step(done, value, _rate(run.recipe, done - 1))
             report(done, f"loss {value:.3f}")
-            if done % validate_every < LOG_EVERY or done == run.recipe.steps:
-                log.validation(done, _validate(model, source))
+            if validates and log.validation(done, _validate(model, source)):
+                model.save_pretrained(out)
             if interrupted or done == last or time.monotonic() - saved > save_every:
                 save(done)
                 saved = time.monotonic()
@@ -117,18 +124,13 @@ def train(
     return out
 
 
-def _validate(model: NeuralProcess, source: Source) -> float:
-    """Mean log-likelihood of a point on the held-out tasks."""
+def _validate(model: Model, source: Source[Any]) -> float:
+    """Mean log-likelihood of a point or an event on the held-out batches."""
     model.eval()
-    total = points = 0.0
     with torch.no_grad():
-        for task in source.validation():
-            state = model._condition([(task.xc, task.yc, None)])
-            log_prob = model.predict(model.read(state), task.xt).log_prob(task.yt)
-            total += float(task.point_log_likelihood(log_prob).sum())
-            points += task.xt.shape[0] * task.xt.shape[1]
+        totals, counts = zip(*(source.score(model, batch) for batch in source.validation()), strict=True)
     model.train()
-    return total / points
+    return float(sum(totals) / max(sum(counts), 1))
 
 
 def _rate(recipe: Recipe, step: int) -> float:
@@ -139,7 +141,7 @@ def _rate(recipe: Recipe, step: int) -> float:
     return recipe.lr * 0.5 * (1 + math.cos(math.pi * share))
 
 
-def _optimiser(model: NeuralProcess, recipe: Recipe, where: torch.device) -> torch.optim.Adam:
+def _optimiser(model: Model, recipe: Recipe, where: torch.device) -> torch.optim.Adam:
     on_gpu = where.type == "cuda"
     lr: Any = torch.tensor(recipe.lr, device=where) if on_gpu else recipe.lr
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -150,9 +152,9 @@ def _optimiser(model: NeuralProcess, recipe: Recipe, where: torch.device) -> tor
 
 def _stepper(
     recipe: Recipe,
-    model: NeuralProcess,
+    model: Any,
     optimiser: torch.optim.Adam,
-    source: Source,
+    source: Source[Any],
     generator: torch.Generator,
     *,
     compiled: bool,
@@ -161,20 +163,13 @@ def _stepper(
     where = generator.device
     on_gpu = where.type == "cuda"
     half = on_gpu and recipe.precision == "bf16"
-    loss_of: Callable[..., Tensor] = torch.compile(model.loss) if on_gpu and compiled else model.loss
+    compiled = compiled and on_gpu and recipe.sampling != "ragged"  # a shape a batch: none would be reused
+    loss_of: Callable[..., Tensor] = torch.compile(model.loss) if compiled else model.loss
 
     def step() -> Tensor:
-        task: Task = source.sample(generator)
+        batch = source.sample(generator)
         with torch.autocast(where.type, dtype=torch.bfloat16, enabled=half, cache_enabled=False):
-            loss = loss_of(
-                task.xc,
-                task.yc,
-                task.xt,
-                task.yt,
-                mask_c=task.mask_c,
-                mask_t=task.mask_t,
-                generator=generator,
-            )
+            loss = source.loss(loss_of, batch, generator)
         optimiser.zero_grad(set_to_none=not on_gpu)
         loss.backward()
         if recipe.clip > 0:
@@ -270,7 +265,9 @@ class _Log:
         self.start = time.monotonic()
         kept = self.path.read_text().splitlines() if self.path.exists() else []
         kept = [line for line in kept if json.loads(line).get("step", 0) <= done]
-        self.before = max((json.loads(line).get("seconds", 0.0) for line in kept), default=0.0)
+        entries = [json.loads(line) for line in kept]
+        self.before = max((entry.get("seconds", 0.0) for entry in entries), default=0.0)
+        self.best: float | None = max((e["validation"] for e in entries if "validation" in e), default=None)
         if not kept:
             kept = [json.dumps({"data": statement})]
         write_text(self.path, "\n".join(kept) + "\n")
@@ -292,9 +289,13 @@ class _Log:
         """The loss of one step."""
         self._write({"loss": loss, "lr": rate}, step)
 
-    def validation(self, step: int, log_likelihood: float) -> None:
-        """The validation's log-likelihood of a point."""
+    def validation(self, step: int, log_likelihood: float) -> bool:
+        """The validation's log-likelihood of a point or event; True if it is the best so far."""
         self._write({"validation": log_likelihood}, step)
+        if self.best is not None and not log_likelihood >= self.best:
+            return False
+        self.best = log_likelihood
+        return True
 
 
 @contextlib.contextmanager

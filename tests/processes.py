@@ -6,7 +6,7 @@ import torch
 
 from constmem.data import Events
 from constmem.point_processes import MODELS
-from constmem.point_processes.cmhp import FAITHFUL
+from constmem.recipes import PLAIN_CMHP
 
 KINDS = ("trivial", "gru", "thp", "cmhp", "cmhp-faithful")
 MARKS = 3
@@ -18,7 +18,7 @@ def small(kind: str, **more: Any) -> Any:
     settings: dict[str, Any] = {"num_marks": MARKS, "components": 3, "hidden": 12, "dim": 8}
     settings |= {"depth": 2, "num_heads": 2} if name in ("thp", "cmhp") else {}
     settings |= {"num_slots": 5, "num_latents": 3} if name == "cmhp" else {}
-    settings |= FAITHFUL if variant else {"mark_given_gap": True}
+    settings |= PLAIN_CMHP if variant else {"mark_given_gap": True}
     torch.manual_seed(1)
     model = MODELS[name](**settings | more)
     with torch.no_grad():

@@ -215,6 +215,7 @@ class PointProcess(EventModel, Generic[S]):
     def _score(self, state: S, chunk: Chunk, wanted: Tensor) -> tuple[Tensor, Tensor, S]:
         """Log-probabilities of the gaps and marks of a chunk where wanted, and the state after it."""
         features, state = self._before(state, chunk, wanted)
+        features = self.dropout(features)
         known = wanted & (chunk.marks >= 0)
         gaps = chunk.gaps.clamp_min(self.tick.double())
         time = torch.where(wanted, self._gap(features).log_prob(gaps), 0.0)

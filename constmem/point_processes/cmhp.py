@@ -13,7 +13,7 @@ nothing marks the last event. Four options mend that, each with exact updates in
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +29,6 @@ from constmem.point_processes.base import PointProcess
 from constmem.point_processes.chunks import Chunk
 from constmem.point_processes.states import ConstantState
 from constmem.state import AttentionState
-
-FAITHFUL: dict[str, Any] = {
-    "last_event": False, "recency": False, "mass": False, "relative_time": False, "gap_tokens": False,
-    "mark_given_gap": False, "embed_depth": 0,
-}  # fmt: skip
 
 
 class CMHP(PointProcess[ConstantState]):
@@ -51,6 +46,7 @@ class CMHP(PointProcess[ConstantState]):
         gap_tokens: a token holds the log gap before its event, beside mark and time.
         last_event, recency, mass, relative_time: see the module; all off is the paper's model.
         mark_given_gap: the mark is predicted from the gap too.
+        dropout: of what is known, before the heads, while training.
         unit: of the times it is trained on; `standardise` sets it.
 
     Example:
@@ -89,12 +85,13 @@ class CMHP(PointProcess[ConstantState]):
         relative_time: bool = True,
         mark_given_gap: bool = True,
         residual: Residual = "normed",
+        dropout: float = 0.1,
         unit: str | None = None,
     ) -> None:
         config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__(
             num_marks=num_marks, features=dim, hidden=hidden, components=components,
-            mark_given_gap=mark_given_gap, unit=unit, config=config,
+            mark_given_gap=mark_given_gap, dropout=dropout, unit=unit, config=config,
         )  # fmt: skip
         positive("num_latents", num_latents)
         self.marks = MarkEmbedding(num_marks=num_marks, dim=dim)

@@ -29,12 +29,14 @@ class EventModel(Model):
         hidden: int,
         components: int,
         mark_given_gap: bool,
+        dropout: float,
         unit: str | None,
         config: dict[str, Any],
     ) -> None:
         super().__init__(config=config)
         checks.positive("num_marks", num_marks)
         self.num_marks, self.unit = num_marks, unit
+        self.dropout = torch.nn.Dropout(dropout)
         self.gap_head = GapHead(dim=features, hidden=hidden, components=components)
         self.mark_head = MarkHead(dim=features, hidden=hidden, num_marks=num_marks, given_gap=mark_given_gap)
         self.log_gap_mean: Tensor

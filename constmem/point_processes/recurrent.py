@@ -23,6 +23,7 @@ class GRU(PointProcess):
         hidden: width inside the heads.
         components: log-normals of the mixture.
         mark_given_gap: the mark is predicted from the gap too.
+        dropout: of what is known, before the heads, while training.
         unit: of the times it is trained on; `standardise` sets it.
     """
 
@@ -36,12 +37,13 @@ class GRU(PointProcess):
         hidden: int = 64,
         components: int = 16,
         mark_given_gap: bool = False,
+        dropout: float = 0.1,
         unit: str | None = None,
     ) -> None:
         config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__(
             num_marks=num_marks, features=dim, hidden=hidden, components=components,
-            mark_given_gap=mark_given_gap, unit=unit, config=config,
+            mark_given_gap=mark_given_gap, dropout=dropout, unit=unit, config=config,
         )  # fmt: skip
         self.marks = MarkEmbedding(num_marks=num_marks, dim=dim)
         self.gaps = GapFeatures(dim=dim)

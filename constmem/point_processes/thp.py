@@ -29,7 +29,7 @@ class THP(PointProcess):
         num_marks: kinds of events.
         dim, depth, num_heads, hidden: width, layers, heads, width inside feed-forward layers and heads.
         components: log-normals of the mixture.
-        dropout: after attention and feed-forward layers, while training.
+        dropout: after attention and feed-forward layers and before the heads, while training.
         mark_given_gap: the mark is predicted from the gap too.
         unit: of the times it is trained on; `standardise` sets it.
     """
@@ -52,7 +52,7 @@ class THP(PointProcess):
         config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__(
             num_marks=num_marks, features=dim, hidden=hidden, components=components,
-            mark_given_gap=mark_given_gap, unit=unit, config=config,
+            mark_given_gap=mark_given_gap, dropout=dropout, unit=unit, config=config,
         )  # fmt: skip
         positive("depth", depth)
         self.marks = MarkEmbedding(num_marks=num_marks, dim=dim)

@@ -19,6 +19,7 @@ class Trivial(PointProcess):
         components: log-normals of the mixture.
         dim, hidden: of the vector that the heads see, the same for all events.
         mark_given_gap: the mark depends on the gap.
+        dropout: of what is known, before the heads, while training.
         unit: of the times it is trained on; `standardise` sets it.
     """
 
@@ -32,12 +33,13 @@ class Trivial(PointProcess):
         dim: int = 16,
         hidden: int = 64,
         mark_given_gap: bool = False,
+        dropout: float = 0.0,
         unit: str | None = None,
     ) -> None:
         config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__(
             num_marks=num_marks, features=dim, hidden=hidden, components=components,
-            mark_given_gap=mark_given_gap, unit=unit, config=config,
+            mark_given_gap=mark_given_gap, dropout=dropout, unit=unit, config=config,
         )  # fmt: skip
         self.known = nn.Parameter(torch.randn(dim))
 
