@@ -5,25 +5,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from constmem.block import CMAB, CMABStack
+    from constmem.data import Events
     from constmem.neural_processes import CMANP, ConditioningError, NeuralProcess
+    from constmem.point_processes import CMHP, PointProcess
     from constmem.state import AttentionState
     from constmem.stream import Decay, Stream, Window
 
 __all__ = [
     "CMAB",
     "CMANP",
+    "CMHP",
     "AttentionState",
     "CMABStack",
     "ConditioningError",
     "Decay",
+    "Events",
     "NeuralProcess",
+    "PointProcess",
     "Stream",
     "Window",
 ]
 
 _HOMES = {
     "block": ("CMAB", "CMABStack"),
+    "data": ("Events",),
     "neural_processes": ("CMANP", "ConditioningError", "NeuralProcess"),
+    "point_processes": ("CMHP", "PointProcess"),
     "state": ("AttentionState",),
     "stream": ("Decay", "Stream", "Window"),
 }

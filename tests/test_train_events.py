@@ -12,6 +12,7 @@ import torch
 from constmem import recipes, train
 from constmem.point_processes import MODELS, PointProcess
 from constmem.recipes import changed, recipe
+from constmem.results import evaluate_run, print_table
 from constmem.sources import open_source
 from constmem.train import Run
 
@@ -128,3 +129,16 @@ def test_every_data_set_of_events_has_a_recipe_for_every_model() -> None:
     plain = recipe("taxi", "cmhp-faithful").model
     assert plain == recipe("taxi", "cmhp", "faithful").model
     assert plain["recency"] is False
+
+
+def test_a_run_of_events_is_scored_and_printed(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train.train(small_run("cmhp"), out=tmp_path / "run", data_dir=folder)
+    row = evaluate_run(tmp_path / "run", data_dir=folder, device="cpu")
+    scores = row["scores"]["test"]
+    assert scores["nll"] == pytest.approx(scores["time_nll"] + scores["mark_nll"])
+    assert scores["sequences"] == 6
+    assert json.loads((tmp_path / "run" / "eval.json").read_text())["scores"]["test"]["nll"] == scores["nll"]
+    print_table([row])
+    assert "NLL" in capsys.readouterr().out
