@@ -56,7 +56,7 @@ def naive(model: CMHP, events: Events) -> Tensor:
             turned = torch.complex(seen[..., :pairs], seen[..., pairs : 2 * pairs]) * turn
             seen = torch.cat([turned.real, turned.imag], -1)
         value = scores.softmax(-1) @ seen
-        state = AttentionState(value[None], value[None, ..., 0], torch.ones(1))
+        state = AttentionState(value[None], value[None, ..., 0], torch.ones(1, dtype=torch.int64))
         out = model.project(model.stack.read(state, model.latents[None])[-1].flatten(1))[0]
         if model.last_mark is not None and model.last_gap is not None:
             out = out + model.last_mark(events.marks[0, i]) + model.last_gap(z[i])

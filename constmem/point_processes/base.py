@@ -26,7 +26,7 @@ from constmem.point_processes.sampling import sample
 from constmem.point_processes.states import EventState
 
 S = TypeVar("S", bound=EventState, default=EventState)
-POSITIONS = 8192  # of a batch that are read at once
+POSITIONS = {"cuda": 16_384, "cpu": 4096}  # of a batch that are read at once
 
 
 class PointProcess(EventModel, Generic[S]):
@@ -235,7 +235,7 @@ class PointProcess(EventModel, Generic[S]):
         return replace(state, **chunk.clock_after(state), memory=memory)
 
     def _stride(self, events: Events) -> int:
-        return max(16, POSITIONS // max(len(events), 1))
+        return max(16, POSITIONS.get(self.device.type, 4096) // max(len(events), 1))
 
     def _begin(self, events: Events, initial: S | None) -> S:
         """The state to start from, of events that fit the model and the state."""

@@ -144,9 +144,10 @@ class CMHP(PointProcess[ConstantState]):
         prefixes = AttentionState.scan(q, k, v, chunk.mask, drift=drift, initial=state.attention)
         memory = {"value": prefixes.value[:, -1].clone(), "lse": prefixes.lse[:, -1].clone()}
         parts = (prefixes.value, prefixes.lse, clock, chunk.marks, chunk.gaps)
-        known = self._known(*(part[wanted] for part in parts))  # only what is asked for is read
-        features = known.new_zeros(*wanted.shape, known.shape[-1])
-        return features.index_put((wanted,), known), memory
+        index = wanted.flatten().nonzero().squeeze(-1)  # only what is asked for is read
+        known = self._known(*(part.flatten(0, 1)[index] for part in parts))
+        features = known.new_zeros(wanted.numel(), known.shape[-1]).index_copy(0, index, known)
+        return features.unflatten(0, wanted.shape), memory
 
     def _read(self, state: ConstantState) -> Float[Tensor, "b f"]:
         clock = self._since(state.start, state.last_time)
@@ -203,7 +204,7 @@ class CMHP(PointProcess[ConstantState]):
         if self.relative_time:
             value = _turned(value, -now)
         latents = self.latents.expand(len(value), -1, -1)
-        levels = self.stack.read(AttentionState(value, lse, clock), latents)
+        levels = self.stack.read(AttentionState(value, lse, marks), latents)
         known: Tensor = self.project(levels[-1].flatten(1))
         if self.last_mark is not None and self.last_gap is not None:
             known = known + self.last_mark(marks) + self.last_gap(self._standard(gaps))
@@ -219,7 +220,7 @@ def _spread(stack: CMABStack) -> Float[Tensor, "depth h s"]:
     return torch.linspace(-6.0, 1.0, slots).expand(depth, heads, slots).clone()
 
 
-def _turned(v: Float[Tensor, "*h c"], clock: Float64[Tensor, "*h"]) -> Float[Tensor, "*h c"]:
+def _turned(v: Float[Tensor, "*h c"], clock: Float64[Tensor, "*#h"]) -> Float[Tensor, "*h c"]:
     """Pairs of channels as complex numbers times exp(i w clock), with w from 1 down to 1e-3."""
     pairs = v.shape[-1] // 2
     steps = torch.arange(pairs, dtype=torch.float64, device=v.device)
