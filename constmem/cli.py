@@ -20,7 +20,10 @@ DataDir = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
 
-_POINTS, _EVENTS = "emnist, celeba32, celeba64, celeba128, digits, gp", "taxi, mooc, reddit50, wiki, taobao"
+_POINTS, _EVENTS = (
+    "emnist, celeba32, celeba64, celeba128, digits, gp",
+    "taxi, mooc, reddit, wiki, taobao, hawkes1",
+)
 _OF_POINTS = "cmanp, lbanp, tnpd, eqtnp, cnp, canp, np, anp, bnp, banp"
 _OF_EVENTS = "cmhp, cmhp-faithful, thp, gru, trivial"
 

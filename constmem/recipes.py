@@ -25,6 +25,7 @@ class Recipe:
         validate_every: steps between validations; the best weights by validation are those kept.
         sampling: "reference" (one context size a batch) or "static" (one for each task, by masks) for
             points, "ragged" (sequences of similar lengths) for events.
+        reads: share of the events of a batch that the loss is taken over, drawn at random.
         max_points: context and target points of a task together, by the reference protocol.
         num_targets: targets of a task under static sampling.
         skew: how strongly static sampling prefers small contexts (1: uniform; 2: as often as the
@@ -41,6 +42,7 @@ class Recipe:
     precision: Precision = "bf16"
     validate_every: int = 2000
     sampling: Sampling = "static"
+    reads: float = 1.0
     max_points: int = 200
     num_targets: int = 100
     skew: float = 2.0
@@ -63,9 +65,11 @@ DATASETS: dict[str, tuple[int, int, int, int, int]] = {
 EVENTS: dict[str, tuple[int, int, int]] = {
     "taxi": (10, 2000, 64),
     "mooc": (97, 6000, 64),
-    "reddit50": (50, 4000, 64),
+    "reddit": (50, 4000, 64),
     "wiki": (8227, 2000, 16),
     "taobao": (17, 2000, 64),
+    "hawkes1": (1, 3000, 64),
+    "hawkes2": (1, 3000, 64),
 }
 EVENT_MODELS = ("cmhp", "thp", "gru", "trivial")
 

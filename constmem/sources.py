@@ -18,6 +18,10 @@ HELD_OUT = 1000  # training images set aside to validate on
 
 
 POOL = 16  # batches among which sequences are sorted by length
+SIMULATED = {  # one exponential, and two
+    "hawkes1": data.Hawkes.univariate(0.2, (0.8,), (1.0,)),
+    "hawkes2": data.Hawkes.univariate(0.2, (0.4, 0.4), (1.0, 20.0)),
+}
 B = TypeVar("B")
 
 
@@ -46,6 +50,8 @@ class Source(Generic[B]):
 
 def open_source(dataset: str, recipe: Recipe, *, data_dir: Path | None, device: torch.device) -> Source[Any]:
     """The source of a data set that `recipes.DATASETS` or `recipes.EVENTS` names."""
+    if dataset in SIMULATED:
+        return _simulated(dataset, recipe, device)
     if dataset in EVENTS:
         return _events(dataset, recipe, data_dir, device)
     if dataset == "gp":
@@ -63,10 +69,6 @@ def _task_score(model: NeuralProcess, task: Task) -> tuple[float, int]:
     state = model._condition([(task.xc, task.yc, None)])
     log_prob = model.predict(model.read(state), task.xt).log_prob(task.yt)
     return float(task.point_log_likelihood(log_prob).sum()), task.xt.shape[0] * task.xt.shape[1]
-
-
-def _events_loss(loss_of: Callable[..., Tensor], events: Events, generator: torch.Generator) -> Tensor:
-    return loss_of(events, generator=generator)
 
 
 def _events_score(model: PointProcess, events: Events) -> tuple[float, int]:
@@ -99,10 +101,42 @@ def _events(dataset: str, recipe: Recipe, data_dir: Path | None, device: torch.d
         return batches
 
     tests = {"test": fixed(test)}
-    return Source(
-        sample, fixed(validation), tests, f"event sequences of {dataset}, in {training.unit}s; own splits",
-        _events_loss, _events_score, lambda model: model.standardise(training),
-    )  # fmt: skip
+    statement = f"{dataset}: {len(training)} sequences, {training.num_events} events to train on"
+    return _event_source(sample, fixed(validation), tests, statement, training, recipe)
+
+
+def _simulated(dataset: str, recipe: Recipe, device: torch.device) -> Source[Events]:
+    """Fresh sequences at every step; what no model can beat is `SIMULATED[dataset].log_prob`."""
+    process = SIMULATED[dataset]
+
+    def sample(generator: torch.Generator) -> Events:
+        return process.sample(recipe.batch, num_events=100, generator=generator)
+
+    def fixed(seed: int, count: int) -> Callable[[], Iterator[Events]]:
+        random = torch.Generator().manual_seed(seed)
+        events = process.sample(count, num_events=100, generator=random).to(device)
+        return lambda: (events.select(slice(i, i + 100)) for i in range(0, count, 100))
+
+    training = process.sample(200, num_events=100, generator=torch.Generator().manual_seed(1)).to(device)
+    statement = f"{process}, simulated anew for every step"
+    return _event_source(sample, fixed(2, 200), {"test": fixed(3, 1000)}, statement, training, recipe)
+
+
+def _event_source(
+    sample: Callable[[torch.Generator], Events],
+    validation: Callable[[], Iterator[Events]],
+    tests: dict[str, Callable[[], Iterator[Events]]],
+    statement: str,
+    training: Events,
+    recipe: Recipe,
+) -> Source[Events]:
+    def loss(loss_of: Callable[..., Tensor], events: Events, generator: torch.Generator) -> Tensor:
+        return loss_of(events, reads=recipe.reads, generator=generator)
+
+    def prepare(model: PointProcess) -> None:
+        model.standardise(training)
+
+    return Source(sample, validation, tests, statement, loss, _events_score, prepare)
 
 
 def _gp(recipe: Recipe, device: torch.device) -> Source[Task]:

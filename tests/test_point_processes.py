@@ -461,3 +461,23 @@ def test_what_was_dropped_forwards_is_dropped_backwards_too() -> None:
             model.marks.table.sub_(sign * step * direction)
     slope = (sides[0] - sides[1]) / (2 * step)
     assert float((model.marks.table.grad * direction).sum()) == pytest.approx(slope, rel=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@every_model
+def test_a_gpu_gives_the_same_likelihood_gradient_and_stream(kind: str) -> None:
+    events = stream(40, 21, t_end=True)
+    here, there = small(kind), small(kind).cuda()
+    far = events.to("cuda")
+    for model, data in ((here, events), (there, far)):
+        model.loss(data, chunk=16).backward()
+    for a, b in zip(here.parameters(), there.parameters(), strict=True):
+        if a.grad is not None:
+            torch.testing.assert_close(b.grad.cpu(), a.grad, atol=1e-6, rtol=1e-5)
+    with torch.no_grad():
+        close(there.log_prob(far).time.cpu(), here.log_prob(events).time)
+        state = there.update(there.condition(far), far.times[:, -1] + 1)
+        known = here.update(here.condition(events), events.times[:, -1] + 1)
+        close(there.query(state).mean.cpu(), here.query(known).mean)
+    assert there.sample(state, n=5, generator=torch.Generator("cuda").manual_seed(0)).times.is_cuda
