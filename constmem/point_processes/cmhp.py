@@ -201,6 +201,7 @@ class CMHP(PointProcess[ConstantState]):
     ) -> Float[Tensor, "n d"]:
         """What n states, each with its last event, tell of the next one."""
         now = clock[:, None, None, None]
+        value = value.to(self.dtype)
         if self.relative_time:
             value = _turned(value, -now)
         latents = self.latents.expand(len(value), -1, -1)
