@@ -11,7 +11,7 @@ from torch.distributions import Distribution, constraints
 
 from constmem.checks import positive
 from constmem.embed import MLP, GapFeatures
-from constmem.initial import RELU, keep_variance
+from constmem.initial import keep_variance
 
 LOG_SCALE = (-5.0, 1.0)  # bounds of a component's log deviation, in deviations of the data's log gaps
 REACH = 10.0  # of a component's mean, in the same deviations
@@ -173,7 +173,7 @@ class MarkHead(nn.Module):
         self.given_gap = given_gap
         self.from_features = keep_variance(nn.Linear(dim, hidden))
         self.from_gap = GapFeatures(dim=hidden) if given_gap else None
-        self.out = keep_variance(nn.Linear(hidden, num_marks), gain=RELU)
+        self.out = keep_variance(nn.Linear(hidden, num_marks), gain=0.1)  # at first all marks are alike
 
     def forward(self, features: Float[Tensor, "*b d"], gap: Float[Tensor, "*b"]) -> Float[Tensor, "*b marks"]:
         """Args: `gap` is the standardised logarithm of the gap; NaN stands for an unknown one."""

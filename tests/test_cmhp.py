@@ -62,7 +62,7 @@ def naive(model: CMHP, events: Events) -> Tensor:
             out = out + model.last_mark(events.marks[0, i]) + model.last_gap(z[i])
         if model.mass is not None:
             out = out + model.mass(torch.log1p(scores.exp().sum(-1)).flatten())
-        known.append(out)
+        known.append(model.norm(out))
     return torch.stack(known)
 
 

@@ -142,8 +142,10 @@ def test_a_likelihood_can_go_on_from_a_state(kind: str) -> None:
         early = model.empty(events.t_start)
         early = model.update(early, events.times[:, :12], events.marks[:, :12])
         whole, part = model.log_prob(events), model.log_prob(late, initial=early)
+        end, known = model.condition(late, initial=early), model.condition(events)
     close(part.time, whole.time[:, 12:])
     close(part.mark, whole.mark[:, 12:])
+    close(model.query(end).mean, model.query(known).mean)
     assert bool(part.scored.all())
 
 

@@ -106,6 +106,7 @@ class CMHP(PointProcess[ConstantState]):
         self.last_gap = GapFeatures(dim=dim) if last_event else None
         self.log_rates = nn.Parameter(_spread(self.stack)) if recency else None
         self.mass = keep_variance(nn.Linear(self.log_masses, dim)) if mass else None
+        self.norm = nn.LayerNorm(dim)
         self.relative_time = relative_time
 
     @property
@@ -212,7 +213,8 @@ class CMHP(PointProcess[ConstantState]):
         if self.mass is not None:
             ago = lse if self.log_rates is None else lse - self.log_rates.exp() * now
             known = known + self.mass(F.softplus(ago).to(known.dtype).flatten(1))
-        return known
+        out: Tensor = self.norm(known)
+        return out
 
 
 def _spread(stack: CMABStack) -> Float[Tensor, "depth h s"]:
