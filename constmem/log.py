@@ -3,6 +3,7 @@
 import contextlib
 import json
 import time
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ class Log:
     def validation(self, step: int, log_likelihood: float) -> bool:
         """The validation's log-likelihood of a point or event; True if it is the best so far."""
         self._write({"validation": log_likelihood}, step)
-        if self.best is not None and not log_likelihood >= self.best:
+        if not log_likelihood >= (-inf if self.best is None else self.best):  # so NaN is never the best
             return False
         self.best = log_likelihood
         return True
