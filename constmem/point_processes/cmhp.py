@@ -142,7 +142,8 @@ class CMHP(PointProcess[ConstantState]):
         k, v = self._keys_values(chunk, clock)
         q = self.stack.observation.prepared().queries
         drift = None if self.log_rates is None else (self.log_rates.exp(), clock)
-        prefixes = AttentionState.scan(q, k, v, chunk.mask, drift=drift, initial=state.attention)
+        few = 32 if k.is_cuda else 8  # few launches there, little work here; the result is the same
+        prefixes = AttentionState.scan(q, k, v, chunk.mask, drift=drift, initial=state.attention, chunk=few)
         memory = {"value": prefixes.value[:, -1].clone(), "lse": prefixes.lse[:, -1].clone()}
         parts = (prefixes.value, prefixes.lse, clock, chunk.marks, chunk.gaps)
         index = wanted.flatten().nonzero().squeeze(-1)  # only what is asked for is read
