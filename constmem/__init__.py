@@ -5,18 +5,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from constmem.block import CMAB, CMABStack
+    from constmem.data import Events
     from constmem.neural_processes import CMANP, ConditioningError, NeuralProcess, Scales
+    from constmem.point_processes import CMHP, PointProcess
     from constmem.state import AttentionState
     from constmem.stream import Decay, Stream, Window
 
 __all__ = [
     "CMAB",
     "CMANP",
+    "CMHP",
     "AttentionState",
     "CMABStack",
     "ConditioningError",
     "Decay",
+    "Events",
     "NeuralProcess",
+    "PointProcess",
     "Scales",
     "Stream",
     "Window",
@@ -24,7 +29,9 @@ __all__ = [
 
 _HOMES = {
     "block": ("CMAB", "CMABStack"),
+    "data": ("Events",),
     "neural_processes": ("CMANP", "ConditioningError", "NeuralProcess", "Scales"),
+    "point_processes": ("CMHP", "PointProcess"),
     "state": ("AttentionState",),
     "stream": ("Decay", "Stream", "Window"),
 }

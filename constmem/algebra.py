@@ -122,12 +122,17 @@ def prefixes(
     k: Float[Tensor, "b h t c"],
     v: Float[Tensor, "b h t c"],
     bias: Float[Tensor, "b t"] | None,
+    drift: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Float[Tensor, "b t h s c"], Float[Tensor, "b t h s"]]:
-    """Softmaxes over every prefix of a few points, by masking."""
-    logits = reference.scores(q, k, bias)  # (b, h, s, t)
+    """Softmaxes over every prefix of a few points, by masking; drift counts from its last point."""
+    logits = reference.scores(q, k, bias)[..., None, :]  # (b, h, s, 1, t)
     t = logits.shape[-1]
     past = torch.ones(t, t, dtype=torch.bool, device=logits.device).tril()
-    logits = torch.where(past, logits[..., None, :], EMPTY)  # (b, h, s, t, t)
+    if drift is not None:
+        rates, clock = drift
+        ago = (clock[:, None, :] - clock[:, :, None]).clamp_max(0.0).to(logits.dtype)  # (b, t, t)
+        logits = logits + rates[:, :, None, None].to(logits.dtype) * ago[:, None, None]
+    logits = torch.where(past, logits, EMPTY)  # (b, h, s, t, t)
     lse = logits.logsumexp(-1)
     value = (logits - lse[..., None]).exp() @ v[:, :, None].to(logits.dtype)  # (b, h, s, t, c)
     value, lse = settle(value, lse)
@@ -140,18 +145,23 @@ def scan(
     v: Float[Tensor, "b h n c"],
     bias: Float[Tensor, "b n"] | None,
     carry: tuple[Tensor, ...] | None,
+    drift: tuple[Tensor, Tensor] | None = None,
     *,
     chunk: int,
     paired: bool,
 ) -> tuple[Tensor, ...]:
     """Value and lse of all prefixes in float64, or `paired`: with what float32 could not hold of both.
 
-    Prefixes inside a chunk are masked softmaxes; what came before arrives as one carried state.
+    Prefixes inside a chunk are masked softmaxes; what came before arrives as one carried state. Drift,
+    (rates, clock) of shapes (h, s) and (b, n), adds rates * clock to the scores.
     """
     parts: list[tuple[Tensor, ...]] = []
     for start in range(0, k.shape[-2], chunk):
         here = slice(start, start + chunk)
-        value, lse = prefixes(q, k[:, :, here], v[:, :, here], None if bias is None else bias[:, here])
+        ago = None if drift is None else (drift[0], drift[1][:, here])
+        value, lse = prefixes(q, k[:, :, here], v[:, :, here], None if bias is None else bias[:, here], ago)
+        if ago is not None:
+            lse = lse.double() + ago[0].double() * ago[1][:, :, None, None].double()
         part: tuple[Tensor, ...] = pairs(value, lse) if paired else (value.double(), lse.double())
         if carry is not None:
             part = merge_pairs(*part, *carry) if paired else merge(*part, *carry)

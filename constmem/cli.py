@@ -28,6 +28,13 @@ Group = Annotated[
     str | None, typer.Option(help="Of a CSV file: the column that says which rows are one task.")
 ]
 
+_POINTS, _EVENTS = (
+    "emnist, celeba32, celeba64, celeba128, digits, gp",
+    "taxi, mooc, reddit, wiki, taobao, hawkes1",
+)
+_OF_POINTS = "cmanp, lbanp, tnpd, eqtnp, cnp, canp, np, anp, bnp, banp"
+_OF_EVENTS = "cmhp, cmhp-faithful, thp, gru, trivial"
+
 
 @app.command()
 def demo(
@@ -43,10 +50,9 @@ def demo(
 @app.command()
 def train(
     dataset: Annotated[
-        str,
-        typer.Argument(help="emnist, celeba32, celeba64, celeba128, digits, gp; or a CSV file of your own."),
+        str, typer.Argument(help=f"{_POINTS}; of events: {_EVENTS}; or a CSV file of your own.")
     ],
-    model: Annotated[str, typer.Argument(help="cmanp, lbanp, tnpd, eqtnp, cnp, canp, np, anp, bnp or banp.")],
+    model: Annotated[str, typer.Argument(help=f"{_OF_POINTS}; of events: {_OF_EVENTS}.")],
     recipe: Annotated[str, typer.Option(help="improved (ours) or faithful (the paper's).")] = "improved",
     seed: Annotated[int, typer.Option(help="Of weights and tasks.")] = 0,
     steps: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,

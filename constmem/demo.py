@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from constmem import plots
-from constmem.data import load_images
+from constmem.data import Task, load_images
 from constmem.evaluate import evaluate
 from constmem.neural_processes import CMANP, NeuralProcess
 from constmem.progress import progress
@@ -78,7 +78,7 @@ def _train(out: Path, steps: int | None, table: Any) -> dict[str, Path]:
     return {"the small model": folder, "its completions": grid}
 
 
-def _scores(model: NeuralProcess, source: Source) -> dict[str, Any]:
+def _scores(model: NeuralProcess, source: Source[Task]) -> dict[str, Any]:
     return vars(evaluate(model, source.tests["test"]()))
 
 

@@ -1,7 +1,10 @@
-"""From data to tokens: multi-layer perceptrons on points."""
+"""From data to tokens: multi-layer perceptrons on points; times, gaps and marks of events as vectors."""
 
+from math import log, pi
+
+import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from constmem.initial import RELU, keep_variance
@@ -30,3 +33,49 @@ class MLP(nn.Module):
         """Every layer's weight and bias, past the modules' calls and look-ups: small updates feel those."""
         parameters = [layer._parameters for layer in self.layers]
         return [(p["weight"], p["bias"]) for p in parameters]  # type: ignore[misc]
+
+
+def sinusoids(times: Float[Tensor, "*b"], dim: int) -> Float[Tensor, "*b d"]:
+    """sin and cos of time at `dim` / 2 frequencies from 1 down to 1e-4, in turns; float64 in, float64 out.
+
+    Sine and cosine of a large float32 are noise: times come in float64, and counted from their start.
+    """
+    steps = torch.arange(0, dim, 2, dtype=times.dtype, device=times.device)
+    angles = times[..., None] * torch.exp(steps * (-log(1e4) / dim))
+    return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)[..., :dim]
+
+
+class GapFeatures(nn.Module):
+    """A standardised log gap as a vector: linear in z, in waves of z, and in whether there is a gap at all.
+
+    NaN stands for no gap (nothing came before, or at the very same time), which has a vector of its own.
+    """
+
+    WAVES = (0.25, 0.5, 1.0, 2.0)  # half-turns a deviation
+
+    def __init__(self, *, dim: int) -> None:
+        super().__init__()
+        self.project = keep_variance(nn.Linear(2 + 2 * len(self.WAVES), dim))
+
+    def forward(self, z: Float[Tensor, "*b"]) -> Float[Tensor, "*b d"]:
+        there = ~z.isnan()
+        z = z.nan_to_num(0.0).clamp(-8.0, 8.0)[..., None]
+        angles = z * (pi * torch.tensor(self.WAVES, dtype=z.dtype, device=z.device))
+        columns = torch.cat([torch.ones_like(z), z, angles.sin(), angles.cos()], -1)
+        out: Tensor = self.project((columns * there[..., None]).to(self.project.weight.dtype))
+        return out
+
+
+class MarkEmbedding(nn.Module):
+    """A vector for every mark, one for an unknown mark (`UNKNOWN`), one for no event yet (`NOTHING`)."""
+
+    UNKNOWN, NOTHING = -1, -2
+
+    def __init__(self, *, num_marks: int, dim: int) -> None:
+        super().__init__()
+        self.num_marks = num_marks
+        self.table = nn.Parameter(torch.randn(num_marks + 2, dim))
+
+    def forward(self, marks: Int[Tensor, "*b"]) -> Float[Tensor, "*b d"]:
+        index = torch.where(marks < 0, self.num_marks - 1 - marks, marks)  # -1 and -2 stand behind the marks
+        return F.embedding(index, self.table)

@@ -1,4 +1,4 @@
-"""What happened in a run: one line of JSON an entry, to be read while it goes on and after."""
+"""What happened in a run: losses and validations, one line each, and the best of them."""
 
 import contextlib
 import json
@@ -18,8 +18,9 @@ class Log:
         self.start = time.monotonic()
         kept = self.path.read_text().splitlines() if self.path.exists() else []
         kept = [line for line in kept if json.loads(line).get("step", 0) <= done]
-        self.before = max((json.loads(line).get("seconds", 0.0) for line in kept), default=0.0)
-        self.best = max((json.loads(line).get("validation", -inf) for line in kept), default=-inf)
+        entries = [json.loads(line) for line in kept]
+        self.before = max((entry.get("seconds", 0.0) for entry in entries), default=0.0)
+        self.best: float | None = max((e["validation"] for e in entries if "validation" in e), default=None)
         if not kept:
             kept = [json.dumps({"data": statement})]
         write_text(self.path, "\n".join(kept) + "\n")
@@ -42,8 +43,9 @@ class Log:
         self._write({"loss": loss, "lr": rate}, step)
 
     def validation(self, step: int, log_likelihood: float) -> bool:
-        """The validation's log-likelihood of a point; whether it is the best so far."""
+        """The validation's log-likelihood of a point or event; True if it is the best so far."""
         self._write({"validation": log_likelihood}, step)
-        better = log_likelihood > self.best
-        self.best = max(self.best, log_likelihood)
-        return better
+        if not log_likelihood >= (-inf if self.best is None else self.best):  # so NaN is never the best
+            return False
+        self.best = log_likelihood
+        return True

@@ -35,7 +35,7 @@ class Trained:
     folder: Path
     run: dict[str, Any]
     model: NeuralProcess[Any, Any]
-    source: Source
+    source: Source[Any]
 
     @property
     def title(self) -> str:

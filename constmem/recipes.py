@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 Precision = Literal["float32", "tf32", "bf16"]
-Sampling = Literal["reference", "static"]
+Sampling = Literal["reference", "static", "ragged"]
 Augment = Literal["none", "mirror", "turn"]
 
 
@@ -20,11 +20,14 @@ class Recipe:
     """How a model is built and trained.
 
     Attributes:
-        steps, batch: how many steps of how many tasks.
+        steps, batch: how many steps of how many tasks (or event sequences).
         lr, warmup, weight_decay, clip: Adam's rate after a linear warm-up, before a cosine to zero; L2
             penalty; largest gradient norm (0: no clipping).
         precision: arithmetic on a GPU; a CPU always computes in float32.
-        sampling: "reference" (one context size a batch) or "static" (one for each task, by masks).
+        validate_every: steps between validations; the best weights by validation are those kept.
+        sampling: "reference" (one context size a batch) or "static" (one for each task, by masks) for
+            points, "ragged" (sequences of similar lengths) for events.
+        reads: share of the events of a batch that the loss is taken over, drawn at random.
         max_points: context and target points of a task together, by the reference protocol.
         num_targets: targets of a task under static sampling.
         skew: how strongly static sampling prefers small contexts (1: uniform; 2: as often as the
@@ -42,7 +45,9 @@ class Recipe:
     weight_decay: float = 0.0
     clip: float = 1.0
     precision: Precision = "bf16"
+    validate_every: int = 2000
     sampling: Sampling = "static"
+    reads: float = 1.0
     max_points: int = 200
     num_targets: int = 200
     skew: float = 1.0
@@ -63,8 +68,28 @@ DATASETS: dict[str, tuple[int, int, int, int, int]] = {
     "gp": (1, 1, 50, 100_000, 16),
 }
 
+# data set of events -> (marks, steps, sequences a batch)
+EVENTS: dict[str, tuple[int, int, int]] = {
+    "taxi": (10, 2000, 64),
+    "mooc": (97, 6000, 64),
+    "reddit": (50, 4000, 64),
+    "wiki": (8227, 2000, 16),
+    "taobao": (17, 2000, 64),
+    "hawkes1": (1, 3000, 64),
+    "hawkes2": (1, 3000, 64),
+}
+EVENT_MODELS = ("cmhp", "thp", "gru", "trivial")
+
+# the options of CMHP that the paper does not have
+PLAIN_CMHP: dict[str, Any] = {
+    "last_event": False, "recency": False, "mass": False, "relative_time": False, "gap_tokens": False,
+    "mark_given_gap": False, "embed_depth": 0,
+}  # fmt: skip
+
 _DEPTHS = {"gp": (4, 2, 3), "celeba": (6, 3, 5), "": (5, 3, 4)}  # of the CNP family: pre, post, decoder
 _CNP_FAMILY = ("cnp", "canp", "np", "anp", "bnp", "banp")
+FAMILIES = dict.fromkeys((*_CNP_FAMILY, "tnpd", "eqtnp", "lbanp", "cmanp"), False)
+FAMILIES |= dict.fromkeys(EVENT_MODELS, True)  # every model: is it one of events?
 _SMALL = {"dim": 32, "depth": 3, "num_slots": 32, "num_latents": 32, "hidden": 64}
 _MATCHED = {"depth": 3}  # a CMANP with about as many parameters as LBANP
 
@@ -76,9 +101,18 @@ def recipe(dataset: str, model: str, name: str = "improved") -> Recipe:
         >>> recipe("emnist", "cmanp", "faithful").lr
         0.0005
     """
-    dim_x, dim_y, max_points, steps, batch = DATASETS[known("data set", dataset, DATASETS)]
+    known("data set", dataset, [*DATASETS, *EVENTS])
     known("recipe", name, NAMES)
     base_model, _, variant = model.partition("-")
+    if (dataset in EVENTS) != (base_model in EVENT_MODELS):
+        fitting = [name for name, events in FAMILIES.items() if events == (dataset in EVENTS)]
+        raise ValueError(
+            f"{dataset!r} is a data set of {'events' if dataset in EVENTS else 'points'}: "
+            f"{known('model', base_model, FAMILIES)!r} is no model of those, but {', '.join(fitting)} are"
+        )
+    if dataset in EVENTS:
+        return _events(dataset, base_model, variant, name)
+    dim_x, dim_y, max_points, steps, batch = DATASETS[dataset]
     settings: dict[str, Any] = {"dim_x": dim_x, "dim_y": dim_y}
     settings |= _architecture(dataset, base_model)
     settings |= {"": {}, "small": _SMALL, "matched": _MATCHED}[
@@ -118,6 +152,17 @@ def table_recipe(model: str, *, dim_x: int, dim_y: int, rows: int, grouped: bool
     jitter = 0.0 if grouped else round(min(2 * rows ** (-2 / (dim_x + 4)), 1.0), 3)
     return Recipe(
         steps=2000, batch=16, warmup=100, num_targets=64, skew=1.0, jitter=jitter, model=like_gp
+    )  # fmt: skip
+
+
+def _events(dataset: str, model: str, variant: str, name: str) -> Recipe:
+    """A model of events; the faithful one is the paper's architecture, trained like any other."""
+    num_marks, steps, batch = EVENTS[dataset]
+    known("variant", variant, ("", "faithful") if model == "cmhp" else ("",))
+    plain = PLAIN_CMHP if model == "cmhp" and "faithful" in (variant, name) else {}
+    return Recipe(
+        steps=steps, batch=batch, warmup=100, precision="tf32", validate_every=100, sampling="ragged",
+        model={"num_marks": num_marks} | plain,
     )  # fmt: skip
 
 

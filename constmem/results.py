@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
-from constmem.data import Table
+from constmem.data import Events, Table
 from constmem.evaluate import evaluate
+from constmem.evaluate_events import evaluate_events
 from constmem.files import write_text
 from constmem.neural_processes import NeuralProcess
-from constmem.recipes import Recipe
+from constmem.point_processes import PointProcess
+from constmem.recipes import EVENTS, Recipe
 from constmem.sources import Source, open_source
 from constmem.train import TABLE
 
@@ -45,6 +47,7 @@ PUBLISHED: dict[str, dict[str, dict[str, float]]] = {
         "cnp": {"test": 2.55}, "np": {"test": 2.67}, "lbanp": {"test": 5.84}, "cmanp": {"test": 5.55},
     },
     "gp": {"cmanp": {"rbf": 1.24, "matern": 0.80}},
+    "taxi": {"thp": {"test": -0.372}, "gru": {"test": -0.453}},  # NLL an event, as EasyTPP reports it
 }  # fmt: skip
 
 
@@ -57,7 +60,9 @@ def read_run(folder: Path) -> dict[str, Any]:
     return about
 
 
-def source_of(folder: Path, run: dict[str, Any], *, data_dir: Path | None, device: torch.device) -> Source:
+def source_of(
+    folder: Path, run: dict[str, Any], *, data_dir: Path | None, device: torch.device
+) -> Source[Any]:
     """The data that a run was trained on."""
     table = Table.load(folder / TABLE) if (folder / TABLE).exists() else None
     try:
@@ -73,11 +78,12 @@ def evaluate_run(folder: Path, *, data_dir: Path | None, device: str) -> dict[st
     run = about["run"]
     where = torch.device(device)
     source = source_of(folder, run, data_dir=data_dir, device=where)
-    model = NeuralProcess.from_pretrained(folder, device=where)
+    family: Any = PointProcess if run["dataset"] in EVENTS else NeuralProcess
+    model = family.from_pretrained(folder, device=where)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     row = {
         "dataset": run["dataset"], "model": run["model"], "recipe": run["recipe_name"], "seed": run["seed"],
-        "scores": {name: asdict(evaluate(model, tasks())) for name, tasks in source.tests.items()},
+        "scores": {name: _scores(model, batches()) for name, batches in source.tests.items()},
         "published": PUBLISHED.get(run["dataset"], {}).get(run["model"].partition("-")[0]),
         "steps": max(m.get("step", 0) for m in metrics),
         "minutes": round(max(m.get("seconds", 0.0) for m in metrics) / 60, 2),
@@ -93,31 +99,44 @@ def evaluate_run(folder: Path, *, data_dir: Path | None, device: str) -> dict[st
     return row
 
 
+def _scores(model: Any, batches: Iterable[Any]) -> dict[str, Any]:
+    if isinstance(model, PointProcess):
+        return asdict(evaluate_events(model, Events.cat(list(batches))))
+    return asdict(evaluate(model, batches))
+
+
+POINTS = ("run", "test set", "log-likelihood", "by batch", "published", "RMSE", "CRPS", "90 %", "minutes")
+OF_EVENTS = ("run", "test set", "NLL", "time", "mark", "published", "RMSE", "error", "KS", "minutes")
+
+
 def print_table(rows: Iterable[dict[str, Any]]) -> None:
-    """A table of runs: ours beside the published."""
+    """Tables of runs, of points and of events: ours beside the published."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table()
-    for column in (
-        "run",
-        "test set",
-        "log-likelihood",
-        "by batch",
-        "published",
-        "RMSE",
-        "CRPS",
-        "90 %",
-        "minutes",
-    ):
-        table.add_column(column, justify="left" if column in ("run", "test set") else "right")
-    for row in rows:
-        for name, s in row["scores"].items():
-            published = (row["published"] or {}).get(name)
-            table.add_row(
-                f"{row['dataset']} {row['model']} {row['recipe']} #{row['seed']}", name,
-                f"{s['log_likelihood']:.3f}", f"{s['log_likelihood_by_batch']:.3f}",
-                "" if published is None else f"{published:.2f}", f"{s['rmse']:.4f}", f"{s['crps']:.4f}",
-                f"{100 * s['coverage']['0.9']:.1f} %", f"{row['minutes']:.1f}",
-            )  # fmt: skip
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    rows = list(rows)
+    for columns, cells, of_events in ((POINTS, _point_cells, False), (OF_EVENTS, _event_cells, True)):
+        shown = [row for row in rows if (row["dataset"] in EVENTS) == of_events]
+        if not shown:
+            continue
+        table = Table(padding=(0, 0))
+        for column in columns:
+            words = column in ("run", "test set")
+            table.add_column(column, justify="left" if words else "right", no_wrap=not words)
+        for row in shown:
+            for name, scores in row["scores"].items():
+                run = f"{row['dataset']} {row['model']} {row['recipe']} #{row['seed']}"
+                published = (row["published"] or {}).get(name)
+                known = "" if published is None else f"{published:.3g}"
+                table.add_row(run, name, *cells(scores, known), f"{row['minutes']:.1f}")
+        Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _point_cells(s: dict[str, Any], published: str) -> list[str]:
+    ours = [f"{s['log_likelihood']:.3f}", f"{s['log_likelihood_by_batch']:.3f}", published]
+    return [*ours, f"{s['rmse']:.4f}", f"{s['crps']:.4f}", f"{100 * s['coverage']['0.9']:.1f} %"]
+
+
+def _event_cells(s: dict[str, Any], published: str) -> list[str]:
+    ours = [f"{s['nll']:.3f}", f"{s['time_nll']:.3f}", f"{s['mark_nll']:.3f}", published]
+    return [*ours, f"{s['rmse']:.4g}", f"{100 * s['error']:.1f} %", f"{s['ks']:.3f}"]

@@ -4,35 +4,49 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from constmem import data
-from constmem.data import Images, Table, TableTasks, Task
-from constmem.neural_processes import Scales
-from constmem.recipes import Recipe
+from constmem.data import Events, Images, Table, TableTasks, Task
+from constmem.neural_processes import NeuralProcess, Scales
+from constmem.point_processes import PointProcess
+from constmem.recipes import EVENTS, Recipe
 
 HELD_OUT = 1000  # training images set aside to validate on
 
 
+POOL = 16  # batches among which sequences are sorted by length
+SIMULATED = {  # one exponential, and two
+    "hawkes1": data.Hawkes.univariate(0.2, (0.8,), (1.0,)),
+    "hawkes2": data.Hawkes.univariate(0.2, (0.4, 0.4), (1.0, 20.0)),
+}
+B = TypeVar("B")
+
+
 @dataclass(frozen=True)
-class Source:
-    """A data set as tasks.
+class Source(Generic[B]):
+    """A data set as batches of some kind, and what a training loop does with one of them.
 
     Attributes:
-        sample: a fresh batch of training tasks from a generator.
-        validation: the same held-out tasks every time.
-        tests: names of test sets, each a function to their fixed tasks.
+        sample: a fresh training batch from a generator.
+        validation: the same held-out batches every time.
+        tests: names of test sets, each a function to their fixed batches.
         statement: what the data are.
-        scales: the units of the data, where a model is to keep them; then the best validated weights are
-            what a run leaves behind, since few rows are soon learned by heart.
+        loss: calls a model's loss (compiled or not) on a batch, with a generator.
+        score: the summed log-likelihood of a batch, and of how many points or events.
+        prepare: what a new model has to know of the training data.
     """
 
-    sample: Callable[[torch.Generator], Task]
-    validation: Callable[[], Iterator[Task]]
-    tests: dict[str, Callable[[], Iterator[Task]]]
+    sample: Callable[[torch.Generator], B]
+    validation: Callable[[], Iterator[B]]
+    tests: dict[str, Callable[[], Iterator[B]]]
     statement: str
-    scales: Scales | None = None
+    loss: Callable[[Callable[..., Tensor], B, torch.Generator], Tensor]
+    score: Callable[[Any, B], tuple[float, int]]
+    prepare: Callable[[Any], None] = lambda _: None
 
 
 def open_source(
@@ -42,16 +56,100 @@ def open_source(
     data_dir: Path | None,
     device: torch.device,
     table: Table | None = None,
-) -> Source:
-    """The source of a data set that `recipes.DATASETS` names, or of a table of one's own."""
+) -> Source[Any]:
+    """The source of a data set that `recipes.DATASETS` or `recipes.EVENTS` names, or of one's own table."""
     if table is not None:
         return _table(table, recipe, device)
+    if dataset in SIMULATED:
+        return _simulated(dataset, recipe, device)
+    if dataset in EVENTS:
+        return _events(dataset, recipe, data_dir, device)
     if dataset == "gp":
         return _gp(recipe, device)
     return _images(dataset, recipe, data_dir, device)
 
 
-def _gp(recipe: Recipe, device: torch.device) -> Source:
+def _task_loss(loss_of: Callable[..., Tensor], task: Task, generator: torch.Generator) -> Tensor:
+    return loss_of(
+        task.xc, task.yc, task.xt, task.yt, mask_c=task.mask_c, mask_t=task.mask_t, generator=generator
+    )
+
+
+def _task_score(model: NeuralProcess, task: Task) -> tuple[float, int]:
+    state = model.condition(task.xc, task.yc, mask=task.mask_c)
+    log_prob = model.query(state, task.xt).log_prob(task.yt)
+    return float(task.point_log_likelihood(log_prob).sum()), int(task.num_targets.sum())
+
+
+def _events_score(model: PointProcess, events: Events) -> tuple[float, int]:
+    found = model.log_prob(events)
+    return float((found.time + found.mark)[found.scored].double().sum()), int(found.scored.sum())
+
+
+def _events(dataset: str, recipe: Recipe, data_dir: Path | None, device: torch.device) -> Source[Events]:
+    training, validation, test = (
+        data.load_events(dataset, data_dir=data_dir, split=split).to(device)
+        for split in ("train", "validation", "test")
+    )
+    lengths = training.lengths.cpu()
+
+    def sample(generator: torch.Generator) -> Events:
+        """One batch of a pool sorted by length: every sequence is as likely as any other, padding is rare."""
+        pool = torch.randperm(len(training), generator=generator, device=generator.device).cpu()
+        pool = pool[: POOL * recipe.batch]
+        batches = pool[lengths[pool].argsort(stable=True)].split(recipe.batch)
+        which = int(torch.randint(len(batches), (), generator=generator, device=generator.device))
+        return training.select(batches[which].to(device)).trim()
+
+    def fixed(events: Events) -> Callable[[], Iterator[Events]]:
+        order = events.lengths.cpu().argsort(stable=True)
+
+        def batches() -> Iterator[Events]:
+            for index in order.split(recipe.batch):
+                yield events.select(index.to(device)).trim()
+
+        return batches
+
+    tests = {"test": fixed(test)}
+    statement = f"{dataset}: {len(training)} sequences, {training.num_events} events to train on"
+    return _event_source(sample, fixed(validation), tests, statement, training, recipe)
+
+
+def _simulated(dataset: str, recipe: Recipe, device: torch.device) -> Source[Events]:
+    """Fresh sequences at every step; what no model can beat is `SIMULATED[dataset].log_prob`."""
+    process = SIMULATED[dataset]
+
+    def sample(generator: torch.Generator) -> Events:
+        return process.sample(recipe.batch, num_events=100, generator=generator)
+
+    def fixed(seed: int, count: int) -> Callable[[], Iterator[Events]]:
+        random = torch.Generator().manual_seed(seed)
+        events = process.sample(count, num_events=100, generator=random).to(device)
+        return lambda: (events.select(slice(i, i + 100)) for i in range(0, count, 100))
+
+    training = process.sample(200, num_events=100, generator=torch.Generator().manual_seed(1)).to(device)
+    statement = f"{process}, simulated anew for every step"
+    return _event_source(sample, fixed(2, 200), {"test": fixed(3, 1000)}, statement, training, recipe)
+
+
+def _event_source(
+    sample: Callable[[torch.Generator], Events],
+    validation: Callable[[], Iterator[Events]],
+    tests: dict[str, Callable[[], Iterator[Events]]],
+    statement: str,
+    training: Events,
+    recipe: Recipe,
+) -> Source[Events]:
+    def loss(loss_of: Callable[..., Tensor], events: Events, generator: torch.Generator) -> Tensor:
+        return loss_of(events, reads=recipe.reads, generator=generator)
+
+    def prepare(model: PointProcess) -> None:
+        model.standardise(training)
+
+    return Source(sample, validation, tests, statement, loss, _events_score, prepare)
+
+
+def _gp(recipe: Recipe, device: torch.device) -> Source[Task]:
     def sample(generator: torch.Generator) -> Task:
         if recipe.sampling == "reference":
             return data.gp_tasks(recipe.batch, generator=generator)[0]
@@ -65,10 +163,11 @@ def _gp(recipe: Recipe, device: torch.device) -> Source:
         return tasks
 
     tests = {kernel: fixed(kernel, 0, 3000) for kernel in ("rbf", "matern", "periodic")}
-    return Source(sample, fixed("rbf", 1, 200), tests, "Gaussian processes drawn from the protocol's prior")
+    statement = "Gaussian processes drawn from the protocol's prior"
+    return Source(sample, fixed("rbf", 1, 200), tests, statement, _task_loss, _task_score)
 
 
-def _images(dataset: str, recipe: Recipe, data_dir: Path | None, device: torch.device) -> Source:
+def _images(dataset: str, recipe: Recipe, data_dir: Path | None, device: torch.device) -> Source[Task]:
     seen = range(10) if dataset == "emnist" else None
     images = data.load_images(dataset, data_dir=data_dir, split="train", classes=seen).to(device)
     training, validation = data.hold_out(images, count=min(HELD_OUT, len(images) // 10))
@@ -94,14 +193,14 @@ def _images(dataset: str, recipe: Recipe, data_dir: Path | None, device: torch.d
     for name, classes in _test_sets(dataset).items():
         test = data.load_images(dataset, data_dir=data_dir, split="test", classes=classes)
         tests[name] = fixed(test.to(device), 0)
-    return Source(sample, fixed(validation, 1), tests, images.source)
+    return Source(sample, fixed(validation, 1), tests, images.source, _task_loss, _task_score)
 
 
 def _test_sets(dataset: str) -> dict[str, range | None]:
     return {"seen": range(10), "unseen": range(10, 47)} if dataset == "emnist" else {"test": None}
 
 
-def _table(table: Table, recipe: Recipe, device: torch.device) -> Source:
+def _table(table: Table, recipe: Recipe, device: torch.device) -> Source[Task]:
     """Random contexts and targets among the training rows; held-out rows, or groups, to be scored on."""
     training, validation, test = table.parts()
 
@@ -120,4 +219,7 @@ def _table(table: Table, recipe: Recipe, device: torch.device) -> Source:
     def sample(generator: torch.Generator) -> Task:
         return own.sample(recipe.batch, generator=generator, skew=recipe.skew, jitter=recipe.jitter)
 
-    return Source(sample, fixed, tests, table.statement, Scales.of(training.x, training.y))
+    def prepare(model: NeuralProcess) -> None:
+        model.set_scales(Scales.of(training.x, training.y))
+
+    return Source(sample, fixed, tests, table.statement, _task_loss, _task_score, prepare)

@@ -106,12 +106,17 @@ class AttentionState:
         mask: Tensor | None = None,
         log_weight: Tensor | None = None,
         *,
+        drift: tuple[Tensor, Tensor] | None = None,
         initial: "AttentionState | None" = None,
         chunk: int = 32,
     ) -> "AttentionState":
         """The states of all prefixes: entry i of axis 1 has seen `initial` and points 0 to i.
 
         Nothing is subtracted from a running maximum of the future, so drifting scores do no harm.
+
+        Args:
+            drift: (rates, clock) of shapes (*h, s) and (b, n), the clock in float64: rates * clock is added
+                to the scores. Inside a chunk only differences of the clock are met, however large it is.
         """
         checks.heads(q, k, v)
         b, heads, n = k.shape[0], k.shape[1:-2], k.shape[-2]
@@ -128,7 +133,9 @@ class AttentionState:
             counts = counts + initial.count[:, None]
             carry = tuple(t.flatten(1, len(heads))[:, None] for t in initial._tensors)
         k, v = (t.reshape(b, -1, n, t.shape[-1]) for t in (k, v))
-        scanned = algebra.scan(q.flatten(0, -3), k, v, bias, carry, chunk=chunk, paired=paired)
+        if drift is not None:
+            drift = drift[0].flatten(0, -2), drift[1]
+        scanned = algebra.scan(q.flatten(0, -3), k, v, bias, carry, drift, chunk=chunk, paired=paired)
         return _made((t.unflatten(2, heads) for t in scanned), counts)
 
     def merge(self, other: "AttentionState") -> "AttentionState":

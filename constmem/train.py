@@ -16,17 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from constmem import checkpoint
-from constmem.data import Table, Task
+from constmem import checkpoint, neural_processes, point_processes
+from constmem.data import Table
 from constmem.files import write_text
 from constmem.log import Log
-from constmem.neural_processes import MODELS, NeuralProcess
+from constmem.model import Model
 from constmem.progress import progress
 from constmem.recipes import Recipe, known
 from constmem.sources import Source, open_source
 
 LOG_EVERY = 50
 TABLE = "table.safetensors"  # the rows of a run on one's own data
+MODELS: dict[str, type[Any]] = {**neural_processes.MODELS, **point_processes.MODELS}
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class StoppedError(RuntimeError):
     """A run came to an early end; the message says why, and how to go on."""
 
 
-def build(run: Run) -> NeuralProcess:
+def build(run: Run) -> Any:
     """A freshly initialised model, the same for the same seed."""
     name = known("model", run.model.partition("-")[0], MODELS)
     with torch.random.fork_rng(devices=[]):
@@ -65,24 +66,27 @@ def train(
     device: str = "cpu",
     resume: bool = False,
     compiled: bool = True,
-    validate_every: int = 2000,
+    validate_every: int | None = None,
     save_every: float = 60.0,
     stop_after: int | None = None,
 ) -> Path:
     """Train a model into the folder `out`: config.json, model.safetensors, metrics.jsonl, a checkpoint.
 
+    What is kept in model.safetensors are the best weights by validation so far (before the first
+    validation, the latest), for every model alike; the checkpoint holds the latest, to go on from.
+
     Args:
         out: the run's folder; must be new unless `resume` is set.
         table: rows of one's own to train on, instead of a data set; the folder keeps them.
         compiled: on a GPU, compile the loss and capture the whole step in a graph.
-        validate_every: steps between validations.
+        validate_every: steps between validations, instead of the recipe's.
         save_every: seconds between checkpoints.
         stop_after: leave the loop (with a checkpoint) after this step, to be resumed later.
     """
     where = torch.device(device)
     source = open_source(run.dataset, run.recipe, data_dir=data_dir, device=where, table=table)
     model = build(run).to(where).train()
-    model.set_scales(source.scales)
+    source.prepare(model)
     _prepare_folder(run, out, resume, table)
     _set_precision(run.recipe.precision)
     optimiser = _optimiser(model, run.recipe, where)
@@ -95,16 +99,18 @@ def train(
 
     def save(step: int) -> None:
         checkpoint.save(out, model=model, optimiser=optimiser, generator=generator, step=step)
-        if source.scales is None or log.best == -math.inf:
+        if log.best is None:
             model.save_pretrained(out)
 
+    every = validate_every or run.recipe.validate_every
     last = min(run.recipe.steps, stop_after or run.recipe.steps)
     saved = time.monotonic()
     with progress(f"{run.dataset}/{run.model}", run.recipe.steps) as report, _interruptible() as interrupted:
         while done < last:
             loss = step_of(_rate(run.recipe, done))
             done += 1
-            if done % LOG_EVERY and done < last and not interrupted:
+            validates = done % every == 0 or done == run.recipe.steps
+            if done % LOG_EVERY and done < last and not interrupted and not validates:
                 continue
             value = float(loss)
             if not math.isfinite(value):
@@ -114,10 +120,8 @@ def train(
                 )
             log.step(done, value, _rate(run.recipe, done - 1))
             report(done, f"loss {value:.3f}")
-            if done % validate_every < LOG_EVERY or done == run.recipe.steps:
-                best = log.validation(done, _validate(model, source))
-                if best and source.scales is not None:
-                    model.save_pretrained(out)
+            if validates and log.validation(done, _validate(model, source)):
+                model.save_pretrained(out)
             if interrupted or done == last or time.monotonic() - saved > save_every:
                 save(done)
                 saved = time.monotonic()
@@ -126,18 +130,13 @@ def train(
     return out
 
 
-def _validate(model: NeuralProcess, source: Source) -> float:
-    """Mean log-likelihood of a point on the held-out tasks."""
+def _validate(model: Model, source: Source[Any]) -> float:
+    """Mean log-likelihood of a point or an event on the held-out batches."""
     model.eval()
-    total = points = 0.0
     with torch.no_grad():
-        for task in source.validation():
-            state = model.condition(task.xc, task.yc, mask=task.mask_c)
-            log_prob = model.query(state, task.xt).log_prob(task.yt)
-            total += float(task.point_log_likelihood(log_prob).sum())
-            points += float(task.num_targets.sum())
+        totals, counts = zip(*(source.score(model, batch) for batch in source.validation()), strict=True)
     model.train()
-    return total / points
+    return float(sum(totals) / max(sum(counts), 1))
 
 
 def _rate(recipe: Recipe, step: int) -> float:
@@ -148,7 +147,7 @@ def _rate(recipe: Recipe, step: int) -> float:
     return recipe.lr * 0.5 * (1 + math.cos(math.pi * share))
 
 
-def _optimiser(model: NeuralProcess, recipe: Recipe, where: torch.device) -> torch.optim.Adam:
+def _optimiser(model: Model, recipe: Recipe, where: torch.device) -> torch.optim.Adam:
     on_gpu = where.type == "cuda"
     lr: Any = torch.tensor(recipe.lr, device=where) if on_gpu else recipe.lr
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -159,9 +158,9 @@ def _optimiser(model: NeuralProcess, recipe: Recipe, where: torch.device) -> tor
 
 def _stepper(
     recipe: Recipe,
-    model: NeuralProcess,
+    model: Any,
     optimiser: torch.optim.Adam,
-    source: Source,
+    source: Source[Any],
     generator: torch.Generator,
     *,
     compiled: bool,
@@ -170,20 +169,13 @@ def _stepper(
     where = generator.device
     on_gpu = where.type == "cuda"
     half = on_gpu and recipe.precision == "bf16"
-    loss_of: Callable[..., Tensor] = torch.compile(model.loss) if on_gpu and compiled else model.loss
+    compiled = compiled and on_gpu and recipe.sampling != "ragged"  # a shape a batch: none would be reused
+    loss_of: Callable[..., Tensor] = torch.compile(model.loss) if compiled else model.loss
 
     def step() -> Tensor:
-        task: Task = source.sample(generator)
+        batch = source.sample(generator)
         with torch.autocast(where.type, dtype=torch.bfloat16, enabled=half, cache_enabled=False):
-            loss = loss_of(
-                task.xc,
-                task.yc,
-                task.xt,
-                task.yt,
-                mask_c=task.mask_c,
-                mask_t=task.mask_t,
-                generator=generator,
-            )
+            loss = source.loss(loss_of, batch, generator)
         optimiser.zero_grad()
         loss.backward()
         if recipe.clip > 0:

@@ -19,7 +19,7 @@ from constmem.data import (
     static_gp_tasks,
     static_image_tasks,
 )
-from constmem.data.sizes import draw_counts, draw_skewed
+from constmem.data.sizes import draw_counts, draw_skewed, spread_sizes
 
 
 def seeded(seed=0):
@@ -113,6 +113,15 @@ def test_skewed_counts_fall_as_announced(skew):
     found = torch.bincount(counts, minlength=13)
     assert found[:3].sum() == 0
     np.testing.assert_allclose(found[3:].numpy(), expected, atol=5 * np.sqrt(expected.max()))
+
+
+def test_evaluation_sizes_have_the_protocols_means_however_few_they_are():
+    for seed in range(20):
+        sizes = torch.tensor(spread_sizes(40, generator=seeded(seed), max_points=200)).double()
+        assert abs(sizes[:, 0].mean() - 99.5) < 4.5  # a random draw of forty is off by 9 as a rule
+        assert abs((200 - sizes[:, 0] - sizes[:, 1]).mean() - 49) < 6
+        assert sizes.min() >= 3
+        assert sizes.sum(1).max() < 200
 
 
 def test_a_skew_of_two_trains_where_the_protocol_scores():

@@ -42,7 +42,7 @@ def run_folder(folder: Path, dataset: str, model: str = "cmanp", table: Table | 
     if table is not None:
         table.save(folder / TABLE)
         source = open_source(dataset, run.recipe, data_dir=None, device=torch.device("cpu"), table=table)
-        network.set_scales(source.scales)
+        source.prepare(network)
     network.save_pretrained(folder)
     (folder / "run.json").write_text(json.dumps({"run": asdict(run)}))
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, METRICS)))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from constmem import checks
 from constmem.data.images import Images
-from constmem.data.sizes import LEAST, draw_sizes, draw_skewed, first
+from constmem.data.sizes import LEAST, draw_sizes, draw_skewed, first, spread_sizes
 from constmem.data.task import Task
 
 
@@ -80,18 +80,21 @@ def static_image_tasks(
     return Task(x[:, :n], y[:, :n], x[:, n:], y[:, n:], mask)
 
 
-def evaluation_tasks(images: Images, *, seed: int, batch: int = 100, max_points: int = 200) -> Iterator[Task]:
-    """A fixed evaluation set: every image once, in order, by the reference protocol.
+def evaluation_tasks(images: Images, *, seed: int, batch: int = 20, max_points: int = 200) -> Iterator[Task]:
+    """A fixed evaluation set: every image once, by the reference protocol but for one thing.
 
-    All is drawn on the CPU, so that the same seed gives the same tasks on any device; they are
-    made where the images are.
+    The sizes of the batches are spread evenly over those of the protocol (`spread_sizes`), and the
+    images shuffled, so that the mean over a few batches does not hang on which sizes came up. All is
+    drawn on the CPU: the same seed gives the same tasks on any device; they are made where the images are.
     """
     checks.positive("batch", batch)
     _fits("max_points", max_points, images.pixels)
     generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(images), generator=generator).to(images.pixels.device).split(batch)
+    sizes = spread_sizes(len(order), generator=generator, max_points=max_points)
     return (
-        image_tasks(images.pixels[i : i + batch], generator=generator, max_points=max_points)
-        for i in range(0, len(images), batch)
+        image_tasks(images.pixels[index], generator=generator, sizes=size)
+        for index, size in zip(order, sizes, strict=True)
     )
 
 

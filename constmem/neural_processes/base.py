@@ -29,7 +29,7 @@ from constmem.neural_processes.chunks import (
     numbered,
     slices,
 )
-from constmem.neural_processes.model import Model
+from constmem.neural_processes.model import PointModel
 from constmem.neural_processes.states import State
 from constmem.state import AttentionState
 
@@ -45,7 +45,7 @@ class ConditioningError(RuntimeError):
         self.state = state
 
 
-class NeuralProcess(Model, Generic[S, M]):
+class NeuralProcess(PointModel, Generic[S, M]):
     """A model that conditions on points, is updated with more of them, and predicts elsewhere.
 
     S is the type of its states, M of what `read` makes of one: a tensor with the batch in front, or a

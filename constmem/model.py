@@ -1,0 +1,139 @@
+"""What any model is before it sees data: settings with weights, named by a fingerprint, kept in files."""
+
+import hashlib
+import inspect
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from constmem.files import read_tensors, write_tensors, write_text
+
+SHIPPED = {path.parent.name: path.parent for path in Path(__file__).parent.glob("pretrained/*/config.json")}
+KIND, VERSION = "constmem.model", 1
+AnyModel = TypeVar("AnyModel", bound="Model")
+
+
+class Model(nn.Module, ABC):
+    """The settings and weights of a model; a folder holds them as `config.json` and `model.safetensors`."""
+
+    name: ClassVar[str]
+
+    def __init__(self, *, config: dict[str, Any]) -> None:
+        super().__init__()
+        self.config = config
+        self._signature: tuple[object, str] | None = None
+        self._where: Tensor
+        self.register_buffer("_where", torch.empty(0), persistent=False)
+
+    @abstractmethod
+    def observing_parameters(self) -> Sequence[Tensor]:
+        """The parameters (and fixed numbers) a state depends on."""
+
+    @classmethod
+    @abstractmethod
+    def family(cls) -> Mapping[str, type["Model"]]:
+        """The models of this one's kind, by name."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._where.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the parameters are made of."""
+        return self._where.dtype
+
+    def fingerprint(self) -> str:
+        """A short name for the configuration, weights and units that states depend on.
+
+        It is computed anew when a weight was replaced or changed in place; writes through
+        `parameter.data`, which no version counter counts, it does not see.
+        """
+        parameters = self._signed_by()
+        key = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
+        if self._signature is None or self._signature[0] != key:
+            digest = hashlib.sha256(f"{self.name}{json.dumps(self.config, sort_keys=True)}".encode())
+            for p in parameters:
+                digest.update(p.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+            self._signature = key, digest.hexdigest()[:16]
+        return self._signature[1]
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write `config.json` and `model.safetensors` into a folder."""
+        header = {"format": KIND, "version": str(VERSION)}
+        write_tensors(Path(folder) / "model.safetensors", self.state_dict(), header)
+        content = {"model": self.name, "config": self.config}
+        write_text(Path(folder) / "config.json", json.dumps(content, indent=2) + "\n")
+
+    @classmethod
+    def from_pretrained(
+        cls: type[AnyModel], folder: str | os.PathLike[str], *, device: torch.device | str | None = None
+    ) -> AnyModel:
+        """A trained model, ready to evaluate; of an abstract class, whichever the folder holds.
+
+        Args:
+            folder: one that `save_pretrained` wrote, or the name of weights that come with the package
+                (`SHIPPED`): "emnist", handwritten characters of 28x28 grey pixels.
+            device: where to put it.
+        """
+        if str(folder) in SHIPPED and not Path(folder).is_dir():
+            folder = SHIPPED[str(folder)]
+        path = Path(folder) / "config.json"
+        name, config = _read_config(path)
+        kind = cls._named(name, folder)
+        try:
+            model = kind(**config)
+        except TypeError as error:
+            raise ValueError(f"{path} has settings that {kind.__name__} does not know: {error}") from error
+        tensors, _ = read_tensors(Path(folder) / "model.safetensors", kind=KIND, version=VERSION)
+        try:
+            model._load(tensors)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"the weights in {folder} do not fit its config.json: {error}") from error
+        return model.eval() if device is None else model.eval().to(device)
+
+    @classmethod
+    def _named(cls: type[AnyModel], name: str, folder: str | os.PathLike[str]) -> type[AnyModel]:
+        """This class, if it is the one named; of an abstract class, the model of that name."""
+        if not inspect.isabstract(cls):
+            if name != cls.name:
+                raise ValueError(f"{folder} holds a {name!r}, not a {cls.name!r}: load it with its own class")
+            return cls
+        kinds = {name: kind for name, kind in cls.family().items() if issubclass(kind, cls)}
+        if name not in kinds:
+            raise ValueError(f"{folder} holds a {name!r}, which is none of {', '.join(kinds)}")
+        return kinds[name]
+
+    # Inside
+
+    def _signed_by(self) -> Sequence[Tensor]:
+        """What the fingerprint is taken of."""
+        return self.observing_parameters()
+
+    def _load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take on weights, in the precision they were written in."""
+        own = (tensors[key] for key, _ in self.named_parameters() if key in tensors)
+        self.to(next((tensor.dtype for tensor in own), self.dtype))
+        self.load_state_dict(dict(tensors))
+
+    def _learns(self) -> bool:
+        return torch.is_grad_enabled() and any(p.requires_grad for p in self.observing_parameters())
+
+
+def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"there is no {path}: from_pretrained needs a folder that save_pretrained wrote"
+        )
+    try:
+        content = json.loads(path.read_text())
+        return content["model"], content["config"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged or of another kind ({error!r})") from error

@@ -1,0 +1,255 @@
+"""The contract of every event model: observe, scan, read; likelihood, streaming and sampling follow here.
+
+A model says how events change what it remembers (`_observe`), what it knows after each event of a chunk
+(`_scan`) and after all (`_read`): vectors of features, from which two heads predict the next gap and mark.
+Everything is done chunk by chunk from a state, so the likelihood of a long stream needs the memory of one.
+"""
+
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Generic
+
+import torch
+from jaxtyping import Bool, Float, Float64, Int64
+from torch import Tensor
+from typing_extensions import TypeVar
+
+from constmem import checks
+from constmem.data import Events
+from constmem.data.events import EventLogProb
+from constmem.embed import MarkEmbedding
+from constmem.point_processes.chunks import Chunk, pieces, streamed
+from constmem.point_processes.model import EventModel
+from constmem.point_processes.prediction import Prediction
+from constmem.point_processes.rewind import Walk, walk
+from constmem.point_processes.sampling import sample
+from constmem.point_processes.states import EventState
+
+S = TypeVar("S", bound=EventState, default=EventState)
+POSITIONS = {"cuda": 16_384, "cpu": 4096}  # of a batch that are read at once
+
+
+class PointProcess(EventModel, Generic[S]):
+    """A model of event streams: what comes next, and when, given all that came before.
+
+    S is the type of its states. Gaps shorter than the clock's tick (the shortest positive gap of the
+    training data) are scored as one tick, so that simultaneous events have a finite density.
+    """
+
+    # What a model implements
+
+    @abstractmethod
+    def _blank(self, batch: int) -> dict[str, Tensor]:
+        """The memory of having seen nothing."""
+
+    @abstractmethod
+    def _observe(self, state: S, chunk: Chunk) -> dict[str, Tensor]:
+        """The memory after some more events."""
+
+    @abstractmethod
+    def _scan(
+        self, state: S, chunk: Chunk, wanted: Bool[Tensor, "b t"]
+    ) -> tuple[Float[Tensor, "b t f"], dict[str, Tensor]]:
+        """What is known after each event of a chunk (where wanted), and the memory after all of them."""
+
+    @abstractmethod
+    def _read(self, state: S) -> Float[Tensor, "b f"]:
+        """What is known after all events seen."""
+
+    # What follows
+
+    def empty(self, start: Float64[Tensor, "b"], *, last_time: Float64[Tensor, "b"] | None = None) -> S:
+        """The state of having seen nothing of streams whose watch began at `start`.
+
+        Args:
+            last_time: when the event before was, for a part from the middle of a stream that is to be
+                merged with the parts before it.
+        """
+        start = start.to(self.device, torch.float64)
+        last = start if last_time is None else last_time.to(self.device, torch.float64)
+        zero = torch.zeros_like(start, dtype=torch.int64)
+        nothing = torch.full_like(zero, MarkEmbedding.NOTHING)
+        memory = self._blank(len(start))
+        state: S = self.state_type(start, last, torch.zeros_like(start), nothing, zero, memory)  # type: ignore[assignment]
+        return self._signed(state)
+
+    def condition(self, events: Events, *, initial: S | None = None, chunk: int = 4096) -> S:
+        """The state after these events (and those that `initial` has seen); the chunk changes nothing."""
+        checks.positive("chunk", chunk)
+        state = self._begin(events, initial)
+        for part in pieces(events, state.last_time, chunk):
+            state = self._moved(state, part, self._observe(state, part))
+        return self._signed(state)
+
+    def update(
+        self,
+        state: S,
+        times: Float[Tensor, "b *k"],
+        marks: Int64[Tensor, "b *k"] | None = None,
+        *,
+        mask: Bool[Tensor, "b *k"] | None = None,
+        chunk: int = 4096,
+    ) -> S:
+        """The state after one more event of each stream, (b,), or a few, (b, k).
+
+        Args:
+            times: absolute, none before the last event of its stream.
+            marks: -1 (or None for all) where unknown.
+            mask: True = real; where a stream has fewer events than others, the missing ones come last.
+        """
+        self._require_own(state)
+        for part in streamed(state.last_time, times, marks, mask, self.num_marks, chunk):
+            state = self._moved(state, part, self._observe(state, part))
+        return self._signed(state)
+
+    def query(self, state: S) -> Prediction:
+        """The next event of each stream."""
+        self._require_own(state)
+        return self._prediction(self._read(state), state.last_time)
+
+    def forecast(self, events: Events, *, initial: S | None = None, chunk: int | None = None) -> Prediction:
+        """At place (b, i) the prediction of event i of stream b from the events before it."""
+        state = self._begin(events, initial)
+        features, befores = [], []
+        for part in pieces(events, state.last_time, chunk or self._stride(events)):
+            known, state = self._before(state, part, part.real)
+            features.append(known)
+            befores.append(part.times - part.gaps)
+        if not features:
+            return self._prediction(self._read(state)[:, None][:, :0], events.times)
+        return self._prediction(torch.cat(features, 1), torch.cat(befores, 1))
+
+    def log_prob(self, events: Events, *, initial: S | None = None, chunk: int | None = None) -> EventLogProb:
+        """Log-probabilities of events, each given those before it; see `EventLogProb` for what is scored.
+
+        Args:
+            initial: the state to go on from; then first events are scored too, where it has seen any before.
+            chunk: events handled at once; never changes the result. Only one chunk's intermediate results
+                are held, also for the backward pass, which computes them again.
+        """
+        state = self._begin(events, initial)
+        scored = events.scored
+        if initial is not None:
+            scored = scored | (events.mask & (initial.count > 0)[:, None])
+        time, mark, state = self._log_prob(state, events, events.mask, chunk)
+        return EventLogProb(time, mark, self._survival(state, events), scored)
+
+    def loss(
+        self,
+        events: Events,
+        *,
+        reads: float = 1.0,
+        chunk: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Float[Tensor, ""]:
+        """Minus the mean over scored events of the log-probability of gap and mark.
+
+        Args:
+            reads: the share of events to take the mean over, drawn anew each time: an estimate that costs
+                less where reading a state is the larger part of the work.
+            generator: for the draw and for dropout.
+        """
+        state, scored = self._begin(events, None), events.scored
+        if reads < 1.0:
+            draw = torch.rand(scored.shape, generator=generator, device=scored.device)
+            scored = scored & (draw < reads)
+        time, mark, _ = self._log_prob(state, events, scored, chunk, generator)
+        return -EventLogProb(time, mark, None, scored).mean
+
+    def sample(
+        self,
+        state: S,
+        *,
+        n: int | None = None,
+        until: float | Tensor | None = None,
+        generator: torch.Generator | None = None,
+        limit: int = 100_000,
+    ) -> Events:
+        """A future of each stream, drawn event by event from the model itself: `n` events, or all `until`.
+
+        Exact: gaps and marks come from their distributions in closed form, without thinning. `state.repeat`
+        gives several futures of each stream.
+
+        Args:
+            until: a time, or one for each stream.
+            limit: of events a stream; reaching it before `until` is an error, never a silent cut.
+        """
+        self._require_own(state)
+        return sample(self, state, n=n, until=until, generator=generator, limit=limit)
+
+    # Inside
+
+    def _prediction(self, features: Tensor, last_time: Tensor) -> Prediction:
+        def mark_at(gap: Tensor) -> Tensor:
+            logits: Tensor = self.mark_head(features, self._standard(gap))
+            return logits
+
+        return Prediction(self._gap(features), last_time, mark_at, self.mark_head.given_gap)
+
+    def _before(self, state: S, chunk: Chunk, wanted: Tensor) -> tuple[Tensor, S]:
+        """What is known before each event of a chunk, and the state after it."""
+        first = self._read(state)[:, None]
+        after = torch.cat([wanted[:, 1:], torch.zeros_like(wanted[:, :1])], 1)
+        features, memory = self._scan(state, chunk, after)
+        return torch.cat([first, features[:, :-1]], 1), self._moved(state, chunk, memory)
+
+    def _log_prob(
+        self,
+        state: S,
+        events: Events,
+        wanted: Tensor,
+        chunk: int | None,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, Tensor, S]:
+        """Log-probabilities of gaps and marks where wanted, and the state after all events."""
+        if not events.times.shape[1]:
+            nothing = events.times.to(self.dtype)
+            return nothing, nothing, state
+        stride = chunk or self._stride(events)
+        parts = pieces(events, state.last_time, stride)
+        chunks = list(zip(parts, wanted.split(stride, 1), strict=True))
+        return walk(
+            Walk(self._score, chunks, self._seeds(len(chunks), generator)), state, [*self.parameters()]
+        )
+
+    def _score(self, state: S, chunk: Chunk, wanted: Tensor) -> tuple[Tensor, Tensor, S]:
+        """Log-probabilities of the gaps and marks of a chunk where wanted, and the state after it."""
+        features, state = self._before(state, chunk, wanted)
+        features = self.dropout(features)
+        known = wanted & (chunk.marks >= 0)
+        gaps = chunk.gaps.clamp_min(self.tick.double())
+        time = torch.where(wanted, self._gap(features).log_prob(gaps), 0.0)
+        logits = self.mark_head(features, self._standard(chunk.gaps))
+        mark = logits.gather(-1, chunk.marks.clamp_min(0)[..., None]).squeeze(-1)
+        return time, torch.where(known, mark, 0.0), state
+
+    def _survival(self, state: S, events: Events) -> Tensor | None:
+        """The log-probability of nothing from the last event to the end of the watch."""
+        if events.t_end is None:
+            return None
+        left = (events.t_end - state.last_time).clamp_min(0.0)
+        return torch.where(left > 0, self._gap(self._read(state)).log_survival(left), 0.0)
+
+    def _moved(self, state: S, chunk: Chunk, memory: dict[str, Tensor]) -> S:
+        """The state with a new memory, and the clock at the last real event of a chunk."""
+        return replace(state, **chunk.clock_after(state), memory=memory)
+
+    def _stride(self, events: Events) -> int:
+        return max(16, POSITIONS.get(self.device.type, 4096) // max(len(events), 1))
+
+    def _begin(self, events: Events, initial: S | None) -> S:
+        """The state to start from, of events that fit the model and the state."""
+        self._require_fitting(events)
+        if initial is None:
+            return self.empty(events.t_start)
+        self._require_own(initial)
+        if initial.batch != len(events):
+            raise ValueError(f"the state is of {initial.batch} streams, the events of {len(events)}")
+        early = events.mask & (events.times < initial.last_time[:, None])
+        if bool(early.any()):
+            k, i = early.nonzero()[0].tolist()
+            raise ValueError(
+                f"event {i} of stream {k} is at {events.times[k, i].item()}, before the last event that the "
+                f"state has seen, at {initial.last_time[k].item()}: events come in order"
+            )
+        return initial

@@ -1,0 +1,234 @@
+"""Constant Memory Hawkes Process: stacked CMABs over events, in a state that never grows.
+
+All blocks look at the events themselves through fixed queries, so what a prefix leaves behind is one
+`AttentionState`. A plain CMAB sees a set: order enters only through the encoding of absolute time, and
+nothing marks the last event. Four options mend that, each with exact updates in constant time:
+
+    last_event     the last mark and log gap stand beside the latents
+    recency        exp(rate t) weighs events: the score of event j is q k_j + rate t_j, and the running
+                   log-sum-exp absorbs it, since a common factor cancels in every softmax
+    mass           log(1 + sum_j exp(q k_j + rate (t_j - t))): a softmax forgets how many events there
+                   were, but the normaliser knows; with recency this is the intensity of a Hawkes process
+    relative_time  values are stored as v_j exp(i w t_j) and read as v_j exp(i w (t_j - t))
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Float64
+from torch import Tensor, nn
+
+from constmem.attention import Residual
+from constmem.block import CMABStack
+from constmem.checks import positive
+from constmem.embed import MLP, GapFeatures, MarkEmbedding, sinusoids
+from constmem.initial import keep_variance
+from constmem.point_processes.base import PointProcess
+from constmem.point_processes.chunks import Chunk
+from constmem.point_processes.states import ConstantState
+from constmem.state import AttentionState
+
+
+class CMHP(PointProcess[ConstantState]):
+    """A point process in constant memory: update, query, likelihood and (training's) gradients too.
+
+    Args:
+        num_marks: kinds of events.
+        dim: width of all tokens.
+        depth: number of blocks.
+        num_slots: learned queries a block looks at the events with; they size the state.
+        num_latents: vectors the blocks hand to each other; flattened they are what is known.
+        hidden: width inside feed-forward layers and heads.
+        components: log-normals of the mixture over the gap.
+        embed_depth: layers of the MLP on an event's token; 0: the sum of its parts is the token.
+        gap_tokens: a token holds the log gap before its event, beside mark and time.
+        last_event, recency, mass, relative_time: see the module; all off is the paper's model.
+        mark_given_gap: the mark is predicted from the gap too.
+        dropout: of what is known, before the heads, while training.
+        unit: of the times it is trained on; `standardise` sets it.
+
+    Example:
+        >>> from constmem.data import Events
+        >>> model = CMHP(num_marks=2, dim=16, num_slots=4, num_latents=4).eval()
+        >>> events = Events.from_gaps([[0.0, 1.0, 0.5, 2.0]], marks=[[0, 1, 1, 0]], unit="s", num_marks=2)
+        >>> with torch.no_grad():
+        ...     at_once = model.condition(events)
+        ...     streamed = model.empty(events.t_start)
+        ...     for time, mark in zip(events.times.T, events.marks.T):
+        ...         streamed = model.update(streamed, time, mark)
+        ...     same = torch.allclose(model.query(streamed).mean, model.query(at_once).mean, rtol=1e-4)
+        >>> same, streamed.nbytes == at_once.nbytes
+        (True, True)
+    """
+
+    name: ClassVar[str] = "cmhp"
+    state_type = ConstantState
+
+    def __init__(
+        self,
+        *,
+        num_marks: int,
+        dim: int = 64,
+        depth: int = 2,
+        num_slots: int = 16,
+        num_latents: int = 16,
+        num_heads: int = 4,
+        hidden: int = 64,
+        components: int = 16,
+        embed_depth: int = 2,
+        gap_tokens: bool = True,
+        last_event: bool = True,
+        recency: bool = True,
+        mass: bool = True,
+        relative_time: bool = True,
+        mark_given_gap: bool = True,
+        residual: Residual = "normed",
+        dropout: float = 0.1,
+        unit: str | None = None,
+    ) -> None:
+        config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        super().__init__(
+            num_marks=num_marks, features=dim, hidden=hidden, components=components,
+            mark_given_gap=mark_given_gap, dropout=dropout, unit=unit, config=config,
+        )  # fmt: skip
+        positive("num_latents", num_latents)
+        self.marks = MarkEmbedding(num_marks=num_marks, dim=dim)
+        self.gaps = GapFeatures(dim=dim) if gap_tokens else None
+        self.embed = MLP(dim_in=dim, dim_hidden=dim, dim_out=dim, depth=embed_depth) if embed_depth else None
+        self.stack = CMABStack(
+            depth=depth, dim=dim, num_slots=num_slots, num_heads=num_heads, hidden=hidden, residual=residual
+        )
+        self.latents = nn.Parameter(torch.randn(num_latents, dim))
+        self.project = keep_variance(nn.Linear(num_latents * dim, dim))
+        self.last_mark = MarkEmbedding(num_marks=num_marks, dim=dim) if last_event else None
+        self.last_gap = GapFeatures(dim=dim) if last_event else None
+        self.log_rates = nn.Parameter(_spread(self.stack)) if recency else None
+        self.mass = keep_variance(nn.Linear(self.log_masses, dim)) if mass else None
+        self.norm = nn.LayerNorm(dim)
+        self.relative_time = relative_time
+
+    @property
+    def log_masses(self) -> int:
+        """How many softmax normalisers there are: blocks x heads x slots."""
+        depth, heads, slots, _ = self.stack.layout
+        return depth * heads * slots
+
+    def observing_parameters(self) -> Sequence[Tensor]:
+        parts = [self.marks, self.stack.observation, *(m for m in (self.gaps, self.embed) if m is not None)]
+        weights: list[Tensor] = [p for part in parts for p in part.parameters()]
+        rates = [] if self.log_rates is None else [self.log_rates]
+        return [*weights, *rates, self.log_gap_mean, self.log_gap_std]
+
+    # The contract
+
+    def _blank(self, batch: int) -> dict[str, Tensor]:
+        state = self.stack.empty(batch)
+        return {"value": state.value, "lse": state.lse}
+
+    def _observe(self, state: ConstantState, chunk: Chunk) -> dict[str, Tensor]:
+        clock = self._since(state.start[:, None], chunk.times)
+        if chunk.times.shape[1] == 1:
+            seen = self._observe_one(chunk, clock)
+        else:
+            seen = self._observe_some(chunk, clock)
+        return state.holding(state.attention._joined(seen))
+
+    def _scan(
+        self, state: ConstantState, chunk: Chunk, wanted: Bool[Tensor, "b t"]
+    ) -> tuple[Float[Tensor, "b t f"], dict[str, Tensor]]:
+        clock = self._since(state.start[:, None], chunk.times)
+        k, v = self._keys_values(chunk, clock)
+        q = self.stack.observation.prepared().queries
+        drift = None if self.log_rates is None else (self.log_rates.exp(), clock)
+        few = 32 if k.is_cuda else 8  # few launches there, little work here; the result is the same
+        prefixes = AttentionState.scan(q, k, v, chunk.mask, drift=drift, initial=state.attention, chunk=few)
+        memory = {"value": prefixes.value[:, -1].clone(), "lse": prefixes.lse[:, -1].clone()}
+        parts = (prefixes.value, prefixes.lse, clock, chunk.marks, chunk.gaps)
+        index = wanted.flatten().nonzero().squeeze(-1)  # only what is asked for is read
+        known = self._known(*(part.flatten(0, 1)[index] for part in parts))
+        features = known.new_zeros(wanted.numel(), known.shape[-1]).index_copy(0, index, known)
+        return features.unflatten(0, wanted.shape), memory
+
+    def _read(self, state: ConstantState) -> Float[Tensor, "b f"]:
+        clock = self._since(state.start, state.last_time)
+        attention = state.attention
+        return self._known(attention.value, attention.lse, clock, state.last_mark, state.last_gap)
+
+    # Inside
+
+    def _tokens(self, chunk: Chunk, clock: Float64[Tensor, "b t"]) -> Float[Tensor, "b t d"]:
+        """Mark, time since the start and (`gap_tokens`) log gap of each event, in one vector."""
+        marks: Tensor = self.marks(chunk.marks)
+        tokens = marks + sinusoids(clock, marks.shape[-1]).to(marks.dtype)
+        if self.gaps is not None:
+            tokens = tokens + self.gaps(self._standard(chunk.gaps))
+        return tokens if self.embed is None else self.embed(tokens)
+
+    def _keys_values(self, chunk: Chunk, clock: Float64[Tensor, "b t"]) -> tuple[Tensor, Tensor]:
+        k, v = self.stack.observation(self._tokens(chunk, clock))  # (b, depth, h, t, c)
+        return k, _turned(v, clock[:, None, None]) if self.relative_time else v
+
+    def _observe_one(self, chunk: Chunk, clock: Float64[Tensor, "b 1"]) -> AttentionState:
+        """One event of each stream: its scores are the log-normalisers, its values what every slot reads."""
+        seen = self.stack.observe(self._tokens(chunk, clock), chunk.mask)
+        value, lse = seen.value, seen.lse
+        if self.relative_time:
+            value = _turned(value, clock[:, :, None, None])
+        if self.log_rates is not None:
+            lse = lse + self.log_rates.exp() * clock[:, :, None, None]
+        return AttentionState(value, lse, seen.count)
+
+    def _observe_some(self, chunk: Chunk, clock: Float64[Tensor, "b t"]) -> AttentionState:
+        """Several events: rate x time is one more channel of queries and keys, counted from the last."""
+        k, v = self._keys_values(chunk, clock)
+        q = self.stack.observation.prepared().queries
+        if self.log_rates is None:
+            return AttentionState.observe(q, k, v, chunk.mask)
+        rates, last = self.log_rates.exp(), clock[:, -1:]
+        ago = (clock - last).to(k.dtype)[:, None, None, :, None].expand(*k.shape[:-1], 1)
+        q, k, v = torch.cat([q, rates[..., None]], -1), torch.cat([k, ago], -1), F.pad(v, (0, 1))
+        seen = AttentionState.observe(q, k, v, chunk.mask)
+        lse = seen.lse + rates * last[:, :, None, None]
+        return AttentionState(seen.value[..., :-1], lse, seen.count)
+
+    def _known(
+        self,
+        value: Float[Tensor, "n depth h s c"],
+        lse: Float[Tensor, "n depth h s"],
+        clock: Float64[Tensor, "n"],
+        marks: Tensor,
+        gaps: Tensor,
+    ) -> Float[Tensor, "n d"]:
+        """What n states, each with its last event, tell of the next one."""
+        now = clock[:, None, None, None]
+        value = value.to(self.dtype)
+        if self.relative_time:
+            value = _turned(value, -now)
+        latents = self.latents.expand(len(value), -1, -1)
+        levels = self.stack.read(AttentionState(value, lse, marks), latents)
+        known: Tensor = self.project(levels[-1].flatten(1))
+        if self.last_mark is not None and self.last_gap is not None:
+            known = known + self.last_mark(marks) + self.last_gap(self._standard(gaps))
+        if self.mass is not None:
+            ago = lse if self.log_rates is None else lse - self.log_rates.exp() * now
+            known = known + self.mass(F.softplus(ago).to(known.dtype).flatten(1))
+        out: Tensor = self.norm(known)
+        return out
+
+
+def _spread(stack: CMABStack) -> Float[Tensor, "depth h s"]:
+    """Initial log-rates: slots remember from one typical gap to a few hundred."""
+    depth, heads, slots, _ = stack.layout
+    return torch.linspace(-6.0, 1.0, slots).expand(depth, heads, slots).clone()
+
+
+def _turned(v: Float[Tensor, "*h c"], clock: Float64[Tensor, "*#h"]) -> Float[Tensor, "*h c"]:
+    """Pairs of channels as complex numbers times exp(i w clock), with w from 1 down to 1e-3."""
+    pairs = v.shape[-1] // 2
+    steps = torch.arange(pairs, dtype=torch.float64, device=v.device)
+    angles = clock[..., None] * 10.0 ** (-3 * steps / max(pairs - 1, 1))
+    cos, sin = angles.cos().to(v.dtype), angles.sin().to(v.dtype)
+    a, b = v[..., : 2 * pairs].chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos, v[..., 2 * pairs :]], -1)
