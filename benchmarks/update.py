@@ -12,6 +12,9 @@ from record import provenance, ratio, save, side_by_side
 from constmem import CMANP
 
 UPDATES = 20  # single-point updates a round
+FLOPS = 2 * (
+    5 * 64 + 3 * 64**2 + 64 * 768 + 2 * 3072 * 16
+)  # of a point: embedding, keys and values, attention
 
 
 def main() -> None:
@@ -33,6 +36,16 @@ def main() -> None:
             literal = {"literal": lambda chunk=chunk: Literal(model, chunk).condition(x, y)}
             what = f"condition on 1e5 points (literal: {f'chunks of {chunk}' if chunk else 'at once'})"
             compare(what, ours | literal, slow="literal", fast="constmem", rounds=9 if chunk else 3)
+
+        many_x, many_y = x.repeat(1, 10, 1), y.repeat(1, 10, 1)
+        compare("condition on 1e6 points (literal: chunks of 1024)",
+                {"constmem": lambda: model.condition(many_x, many_y),
+                 "literal": lambda: Literal(model, 1024).condition(many_x, many_y)},
+                slow="literal", fast="constmem", rounds=3)  # fmt: skip
+        a, b = torch.randn(2, 2048, 2048)
+        compare("matrix product of 2048 against conditioning on 1e5 points",
+                ours | {"product": lambda: a @ b}, slow="constmem", fast="product", rounds=9,
+                flops={"constmem": 100_000 * FLOPS, "product": 2 * 2048**3})  # fmt: skip
 
         one_x, one_y = x[:, :1], y[:, :1]
         small, large = model.condition(x[:, :1000], y[:, :1000]), model.condition(x, y)

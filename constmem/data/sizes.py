@@ -31,13 +31,13 @@ def spread_sizes(batches: int, *, generator: torch.Generator, max_points: int) -
     """Context and target counts for batches to evaluate on, distributed as those of `draw_sizes` but evenly.
 
     Log-likelihood depends so much on the context size that forty sizes drawn at random leave a mean
-    uncertain by 0.05 and more. These lie on a lattice of the unit square, u_k = u_0 + k (1 / g, 1 / g^2)
-    modulo 1 with g = 1.3247... (g^3 = g + 1), of which every stretch fills the square evenly.
+    uncertain by 0.05 and more. These are a lattice of the unit square from a random start: batch k of n
+    gets (k / n, k g) modulo 1, with g the golden ratio.
     """
     start = torch.rand(2, 1, generator=generator, dtype=torch.float64)
-    steps = torch.arange(batches, dtype=torch.float64)
-    lattice = torch.tensor([[0.7548776662466927], [0.5698402909980532]], dtype=torch.float64)
-    context, targets = _counts((start + steps * lattice) % 1.0, max_points)
+    k = torch.arange(batches, dtype=torch.float64)
+    lattice = torch.stack([(k + start[0]) / batches, (start[1] + k * 0.6180339887498949) % 1.0])
+    context, targets = _counts(lattice, max_points)
     return list(zip(context.tolist(), targets.tolist(), strict=True))
 
 
