@@ -170,13 +170,13 @@ def table(
 @app.command()
 def plot(
     runs: Annotated[
-        list[Path], typer.Argument(help="Folders of runs; several on the same images are compared.")
+        list[Path], typer.Argument(help="Folders of runs; several on the same images or events are compared.")
     ],
     out: Annotated[Path | None, typer.Option(help="Folder for the pictures; else RUN/pictures.")] = None,
     device: Device = "cpu",
     data_dir: DataDir = None,
 ) -> None:
-    """Draw how runs learned, how calibrated they are, and what they complete or fit."""
+    """Draw how runs learned, how calibrated they are, and what they complete, fit or foretell."""
     from constmem.pictures import plot_runs
 
     for path in plot_runs(runs, out=out, data_dir=data_dir, device=device):

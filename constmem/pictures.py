@@ -14,8 +14,10 @@ from constmem import plots
 from constmem.comparison import NAMES, model_name
 from constmem.data import GaussianProcess, Kernel, Table, Task, load_images
 from constmem.evaluate import pit_values
+from constmem.event_pictures import plot_event_runs
 from constmem.neural_processes import NeuralProcess
 from constmem.plots import Fit
+from constmem.recipes import EVENTS
 from constmem.results import read_run, source_of
 from constmem.sources import Source
 from constmem.train import TABLE
@@ -52,9 +54,19 @@ def plot_runs(
     """Draw every picture of these runs; returns where they are.
 
     Args:
-        folders: of runs; those on the same images also get one grid, side by side.
+        folders: of runs; those on the same images also get one grid, side by side, and those on the same
+            events one picture of how well they fit.
         out: folder for the pictures; else `pictures` in each run's own (side by side: in the first's).
     """
+    of_events = [folder for folder in folders if read_run(folder)["run"]["dataset"] in EVENTS]
+    of_points = [folder for folder in folders if folder not in of_events]
+    made = _plot_point_runs(of_points, out=out, data_dir=data_dir, device=device)
+    return made + plot_event_runs(of_events, out=out, data_dir=data_dir, device=device)
+
+
+def _plot_point_runs(
+    folders: Sequence[Path], *, out: Path | None, data_dir: Path | None, device: str
+) -> list[Path]:
     runs = [open_run(folder, data_dir=data_dir, device=device) for folder in folders]
     names = [run.folder.resolve().name for run in runs]
     made: list[Path] = []

@@ -18,7 +18,7 @@ from constmem.files import write_text
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
 from constmem.recipes import EVENTS, Recipe
-from constmem.sources import Source, open_source
+from constmem.sources import SIMULATED, Source, open_source
 from constmem.train import TABLE
 
 # Log-likelihoods of the paper's image table (mean of 5 seeds); for Gaussian processes of its later version.
@@ -85,6 +85,7 @@ def evaluate_run(folder: Path, *, data_dir: Path | None, device: str) -> dict[st
         "dataset": run["dataset"], "model": run["model"], "recipe": run["recipe_name"], "seed": run["seed"],
         "scores": {name: _scores(model, batches()) for name, batches in source.tests.items()},
         "published": PUBLISHED.get(run["dataset"], {}).get(run["model"].partition("-")[0]),
+        "true": _true_nll(run["dataset"], source),
         "steps": max(m.get("step", 0) for m in metrics),
         "minutes": round(max(m.get("seconds", 0.0) for m in metrics) / 60, 2),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -103,6 +104,14 @@ def _scores(model: Any, batches: Iterable[Any]) -> dict[str, Any]:
     if isinstance(model, PointProcess):
         return asdict(evaluate_events(model, Events.cat(list(batches))))
     return asdict(evaluate(model, batches))
+
+
+def _true_nll(dataset: str, source: Source[Any]) -> dict[str, float] | None:
+    """NLL an event of the process that simulated the data: on the average no model has a lower one."""
+    if dataset not in SIMULATED:
+        return None
+    known = {name: Events.cat(list(batches())).to("cpu") for name, batches in source.tests.items()}
+    return {name: -float(SIMULATED[dataset].log_prob(events).mean) for name, events in known.items()}
 
 
 POINTS = ("run", "test set", "log-likelihood", "by batch", "published", "RMSE", "CRPS", "90 %", "minutes")

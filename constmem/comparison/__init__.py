@@ -1,0 +1,20 @@
+"""A table like the paper's: models against test sets, ours beside the published, seeds together."""
+
+from constmem.comparison.events import EventEntry
+from constmem.comparison.points import Entry
+from constmem.comparison.rows import NAMES, Figure, model_name, read_rows
+from constmem.comparison.tables import as_json, compare, markdown, show, tabulate
+
+__all__ = [
+    "NAMES",
+    "Entry",
+    "EventEntry",
+    "Figure",
+    "as_json",
+    "compare",
+    "markdown",
+    "model_name",
+    "read_rows",
+    "show",
+    "tabulate",
+]

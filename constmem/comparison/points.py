@@ -1,0 +1,78 @@
+"""Neural processes in a table like the paper's: log-likelihoods of a point, seeds together."""
+
+from dataclasses import dataclass
+from statistics import mean
+
+from constmem.comparison.rows import NAMES, Figure, Rows, Table, devices, model_name, place, shared_tests
+
+
+@dataclass(frozen=True)
+class Entry:
+    """All runs of one model by one recipe on one data set.
+
+    Attributes:
+        seeds: of the runs that the figures are means over.
+        by_batch: log-likelihood of each test set as the reference takes it, the one to compare with
+            the published: the unweighted mean over batches.
+        by_point: the same as the mean over points.
+        published: the paper's, where it has one.
+        minutes: of training, the mean over runs.
+    """
+
+    dataset: str
+    model: str
+    recipe: str
+    seeds: list[int]
+    by_batch: dict[str, Figure]
+    by_point: dict[str, Figure]
+    published: dict[str, float]
+    parameters: int
+    steps: int
+    batch: int
+    minutes: float
+    device: str
+
+    @classmethod
+    def of(cls, rows: Rows) -> "Entry":
+        """Of the rows of one model, one for each seed."""
+        first = rows[0]
+
+        def figures(key: str) -> dict[str, Figure]:
+            return {
+                test: Figure.of([row["scores"][test][key] for row in rows]) for test in shared_tests(rows)
+            }
+
+        return cls(
+            dataset=first["dataset"], model=first["model"], recipe=first["recipe"],
+            seeds=sorted(row["seed"] for row in rows),
+            by_batch=figures("log_likelihood_by_batch"), by_point=figures("log_likelihood"),
+            published=first.get("published") or {}, parameters=first["parameters"],
+            steps=max(row["steps"] for row in rows), batch=first["settings"]["batch"],
+            minutes=mean(row["minutes"] for row in rows), device=devices(rows),
+        )  # fmt: skip
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Where it stands among others."""
+        return place(self.dataset, self.recipe, self.model, self.steps)
+
+
+def point_table(entries: list[Entry]) -> Table:
+    """Entries of one data set: a column for each test set, the published beside."""
+    tests = list(dict.fromkeys(test for entry in entries for test in entry.by_batch))
+    published = {test: any(test in entry.published for entry in entries) for test in tests}
+    head = ["model", "recipe"]
+    for test in tests:
+        head += [f"{test}, by batch", *(["published"] if published[test] else []), "by point"]
+    head += ["parameters", "steps x batch", "minutes", "device", "seeds"]
+    cells = []
+    for entry in entries:
+        row = [model_name(entry.model), entry.recipe]
+        for test in tests:
+            paper = f"{entry.published[test]:.2f}" if test in entry.published else ""
+            row += [str(entry.by_batch.get(test, "")), *([paper] if published[test] else [])]
+            row.append(str(entry.by_point.get(test, "")))
+        size = f"{entry.steps:,} x {entry.batch}"
+        row += [f"{entry.parameters:,}", size, f"{entry.minutes:.1f}", entry.device, str(len(entry.seeds))]
+        cells.append(row)
+    return NAMES.get(entries[0].dataset, entries[0].dataset), head, cells

@@ -1,0 +1,127 @@
+"""Rows that `constmem eval` wrote: read, put together by seeds, and named as people name them."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+NAMES = {
+    "emnist": "EMNIST",
+    "celeba32": "CelebA 32x32",
+    "celeba64": "CelebA 64x64",
+    "celeba128": "CelebA 128x128",
+    "digits": "digits 8x8",
+    "gp": "Gaussian processes",
+    "taxi": "Taxi",
+    "mooc": "Mooc",
+    "reddit": "Reddit",
+    "wiki": "Wikipedia",
+    "taobao": "Taobao",
+    "hawkes1": "Hawkes, one exponential",
+    "hawkes2": "Hawkes, two exponentials",
+}
+PAPER = ("cnp", "canp", "np", "anp", "bnp", "banp", "tnpd", "eqtnp", "lbanp", "cmanp")
+OF_EVENTS = ("trivial", "gru", "thp", "cmhp")
+MODEL_NAMES = {"tnpd": "TNP-D", "trivial": "no history"}
+Rows = list[dict[str, Any]]
+Table = tuple[str, list[str], list[list[str]]]  # its name, the heads of the columns, the cells
+
+
+@dataclass(frozen=True)
+class Figure:
+    """The mean over seeds, and their standard deviation where there are several."""
+
+    mean: float
+    spread: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Figure":
+        """Of one value for each seed."""
+        return cls(mean(values), stdev(values) if len(values) > 1 else None)
+
+    def __str__(self) -> str:
+        return self.text(2)
+
+    def text(self, digits: int, *, percent: bool = False) -> str:
+        """With so many digits after the point.
+
+        Example:
+            >>> Figure(0.9184, 0.002).text(1, percent=True)
+            '91.8 ± 0.2 %'
+        """
+        scale, unit = (100, " %") if percent else (1, "")
+        spread = "" if self.spread is None else f" ± {scale * self.spread:,.{digits}f}"
+        return f"{scale * self.mean:,.{digits}f}{spread}{unit}"
+
+    def short(self) -> str:
+        """With about four digits in all, for numbers whose unit may be anything."""
+        size = abs(self.mean)
+        return self.text(next((d for d in range(4) if size >= 10 ** (3 - d)), 4))
+
+
+def read_rows(paths: Iterable[Path]) -> Rows:
+    """The rows of run folders (their eval.json) and of JSON files with one row or many."""
+    found: Rows = []
+    for path in paths:
+        file = path / "eval.json" if path.is_dir() else path
+        if not file.is_file():
+            what = f"{path} holds no scores: run `constmem eval {path}` first" if path.is_dir() else (
+                f"there is no run folder or JSON file {path}")  # fmt: skip
+            raise FileNotFoundError(what)
+        try:
+            content = json.loads(file.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{file} is not JSON ({error}): expected rows that `constmem eval` wrote"
+            ) from error
+        rows = content.get("rows", [content]) if isinstance(content, dict) else content
+        for row in rows:
+            missing = {"dataset", "model", "recipe", "seed", "scores", "settings"} - set(row)
+            if missing:
+                raise ValueError(
+                    f"{file} has a row without {', '.join(sorted(missing))}: not one of an evaluation"
+                )
+        found += rows
+    return found
+
+
+def grouped(rows: Rows, *, dataset: str | None = None) -> list[Rows]:
+    """Rows of the same model, recipe and settings together; of two rows of one seed the newer counts."""
+    groups: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: row.get("date", "")):
+        if dataset is None or row["dataset"] == dataset:
+            key = json.dumps([row[k] for k in ("dataset", "model", "recipe", "settings")], sort_keys=True)
+            groups.setdefault(key, {})[row["seed"]] = row
+    if not groups:
+        have = ", ".join(sorted({row["dataset"] for row in rows})) or "no rows at all"
+        raise ValueError(f"there are no rows of {dataset or 'any data set'}: there are {have}")
+    return [list(seeds.values()) for seeds in groups.values()]
+
+
+def shared_tests(rows: Rows) -> list[str]:
+    """The test sets that all of these rows were scored on."""
+    return [name for name in rows[0]["scores"] if all(name in row["scores"] for row in rows)]
+
+
+def devices(rows: Rows) -> str:
+    """What these rows were computed on."""
+    return ", ".join(sorted({row["device"] or "CPU" for row in rows}))
+
+
+def place(dataset: str, recipe: str, model: str, steps: int) -> tuple[Any, ...]:
+    """Where an entry stands: data sets in the order of `NAMES`, the paper's recipe and models first."""
+
+    def rank(name: str, names: Sequence[str]) -> int:
+        return names.index(name) if name in names else len(names)
+
+    base, _, variant = model.partition("-")
+    order = rank(base, (*PAPER, *OF_EVENTS))
+    return rank(dataset, list(NAMES)), dataset, rank(recipe, ("faithful", "improved")), order, variant, steps
+
+
+def model_name(model: str) -> str:
+    """A model as people write it: cmanp-small is CMANP-small."""
+    base, dash, variant = model.partition("-")
+    return f"{MODEL_NAMES.get(base, base.upper())}{dash}{variant}"

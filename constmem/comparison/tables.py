@@ -1,0 +1,66 @@
+"""Tables of all entries, in every form that they are shown in."""
+
+import json
+import sys
+from dataclasses import asdict
+
+from constmem.comparison.events import EventEntry, event_table, of_events
+from constmem.comparison.points import Entry, point_table
+from constmem.comparison.rows import Rows, Table, grouped
+
+Entries = list[Entry | EventEntry]
+WORDS = ("model", "recipe", "device", "test set")
+
+
+def compare(rows: Rows, *, dataset: str | None = None) -> Entries:
+    """Rows of the same model, recipe and settings as one entry each, in the order of the paper.
+
+    Of two rows of one seed the newer counts.
+    """
+    entries: Entries = [
+        EventEntry.of(group) if of_events(group[0]) else Entry.of(group)
+        for group in grouped(rows, dataset=dataset)
+    ]
+    return sorted(entries, key=lambda entry: entry.place)
+
+
+def tabulate(entries: Entries) -> list[Table]:
+    """For each data set its name, the heads of the columns, and the cells: what every form of table shows."""
+    tables = []
+    for dataset in dict.fromkeys(entry.dataset for entry in entries):
+        own = [entry for entry in entries if entry.dataset == dataset]
+        points = [entry for entry in own if isinstance(entry, Entry)]
+        events = [entry for entry in own if isinstance(entry, EventEntry)]
+        tables += [point_table(points)] if points else []
+        tables += [event_table(events)] if events else []
+    return tables
+
+
+def markdown(entries: Entries) -> str:
+    """The tables in Markdown."""
+    parts = []
+    for name, head, rows in tabulate(entries):
+        lines = [[name, *head[1:]], ["---"] * len(head), *rows]
+        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    return "\n\n".join(parts)
+
+
+def as_json(entries: Entries) -> str:
+    """The entries in JSON."""
+    return json.dumps([asdict(entry) for entry in entries], indent=1)
+
+
+def show(entries: Entries) -> None:
+    """The tables on a terminal."""
+    from rich.console import Console
+    from rich.table import Table as Grid
+
+    for name, head, rows in tabulate(entries):
+        wide = "NLL" in head
+        what = "nats an event" if wide else "log-likelihood of a point"
+        grid = Grid(title=f"{name}: {what}", title_justify="left", padding=(0, 0) if wide else (0, 1))
+        for column in head:
+            grid.add_column(column, justify="left" if column in WORDS else "right")
+        for row in rows:
+            grid.add_row(*row)
+        Console(width=None if sys.stdout.isatty() else 160).print(grid)
