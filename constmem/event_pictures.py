@@ -40,15 +40,19 @@ class TrainedOnEvents:
 
 
 def plot_event_runs(
-    folders: Sequence[Path], *, out: Path | None, data_dir: Path | None, device: str
+    folders: Sequence[Path], *, out: Path | None, nested: bool, data_dir: Path | None, device: str
 ) -> list[Path]:
-    """Draw every picture of these runs; those on the same data also get their fits in one."""
+    """Draw every picture of these runs; those on the same data also get their fits in one.
+
+    Args:
+        out: folder for the pictures, with one inside for each run if `nested`; else `pictures` in each run's.
+    """
     runs = [open_event_run(folder, data_dir=data_dir, device=device) for folder in folders]
     made: list[Path] = []
     rescaled: list[Tensor] = []
     for run in runs:
-        own = run.folder / "pictures" if out is None else out
-        target = own if out is None or len(runs) == 1 else own / run.folder.resolve().name
+        name = run.folder.resolve().name
+        target = run.folder / "pictures" if out is None else out / name if nested else out
         rescaled.append(rescaled_times(run.model, run.events))
         made += _plot_one(run, rescaled[-1], target)
     for dataset in dict.fromkeys(run.run["dataset"] for run in runs):

@@ -60,18 +60,18 @@ def plot_runs(
     """
     of_events = [folder for folder in folders if read_run(folder)["run"]["dataset"] in EVENTS]
     of_points = [folder for folder in folders if folder not in of_events]
-    made = _plot_point_runs(of_points, out=out, data_dir=data_dir, device=device)
-    return made + plot_event_runs(of_events, out=out, data_dir=data_dir, device=device)
+    where: Any = {"out": out, "nested": len(folders) > 1, "data_dir": data_dir, "device": device}
+    return _plot_point_runs(of_points, **where) + plot_event_runs(of_events, **where)
 
 
 def _plot_point_runs(
-    folders: Sequence[Path], *, out: Path | None, data_dir: Path | None, device: str
+    folders: Sequence[Path], *, out: Path | None, nested: bool, data_dir: Path | None, device: str
 ) -> list[Path]:
     runs = [open_run(folder, data_dir=data_dir, device=device) for folder in folders]
     names = [run.folder.resolve().name for run in runs]
     made: list[Path] = []
     for run, name in zip(runs, names, strict=True):
-        target = run.folder / "pictures" if out is None else out / name if len(runs) > 1 else out
+        target = run.folder / "pictures" if out is None else out / name if nested else out
         made += plot_run(run, target, data_dir=data_dir)
     for dataset in dict.fromkeys(run.run["dataset"] for run in runs):
         same = [run for run in runs if run.run["dataset"] == dataset]

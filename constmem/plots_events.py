@@ -54,7 +54,7 @@ def sequence_picture(
     above.plot(_array(place), _array(gaps), ".", color=RED, markersize=5, label="what came")
     above.set(yscale="log", ylabel=f"gap ({events.unit})", xlabel="event", ylim=(low, high))
     above.set_title(title, loc="left", fontsize=10)
-    above.legend(frameon=False, fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+    above.legend(frameon=False, fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.17))
     _timeline(below, events, shown)
     figure.tight_layout()
     return save_figure(figure, path)
@@ -150,6 +150,9 @@ def confusion_picture(
     plt = pyplot()
     percent = 100 * counts.cpu().double() / counts.cpu().sum(1, keepdim=True).clamp_min(1)
     labels = [str(mark) if names is None else names[mark] for mark in shown.tolist()]
+    foretold = [*labels, "other"]
+    if not counts[:, -1].any():  # all marks are shown, or no other was ever foretold
+        percent, foretold = percent[:, :-1], labels
     side = 0.48 * len(labels) + 1.6
     figure, axis = plt.subplots(figsize=(side + 0.6, side), dpi=130)
     axis.imshow(_array(percent), cmap="Blues", vmin=0, vmax=100)
@@ -158,7 +161,7 @@ def confusion_picture(
             if value >= 0.5:
                 color = "white" if value > 55 else "black"
                 axis.text(j, i, f"{value:.0f}", ha="center", va="center", fontsize=7, color=color)
-    axis.set_xticks(range(len(labels) + 1), [*labels, "other"], fontsize=8)
+    axis.set_xticks(range(len(foretold)), foretold, fontsize=8)
     axis.set_yticks(
         range(len(labels)),
         [f"{label} ({int(n):,})" for label, n in zip(labels, counts.sum(1), strict=True)],
