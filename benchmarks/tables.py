@@ -1,4 +1,4 @@
-"""Writes the measured tables of README.md, docs/idea.md and docs/memory.md from the committed rows.
+"""Writes the measured tables of README.md and of the pages in docs/ from the committed rows.
 
 python benchmarks/tables.py            # rewrite them
 python benchmarks/tables.py --check    # exit 1 where they differ
@@ -7,11 +7,13 @@ python benchmarks/tables.py --check    # exit 1 where they differ
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from constmem.comparison import compare, markdown
+from constmem.comparison import NAMES, compare, markdown, model_name
 from constmem.files import write_text
+from constmem.recipes import EVENTS
 
 ROOT = Path(__file__).parents[1]
 MB = 1e6
@@ -96,7 +98,6 @@ def reproduction() -> str:
     return "\n".join(lines)
 
 
-NAMES = {"tnpd": "TNP-D"}
 COLUMNS = (
     ("condition", "N"),
     ("query", "N"),
@@ -116,7 +117,7 @@ def complexity(style: str) -> str:
     ]
     for model, run in dict.fromkeys((r["model"], r["run"]) for r in found):
         own = {(r["phase"], r["against"]): r for r in found if (r["model"], r["run"]) == (model, run)}
-        name = NAMES.get(model, model.upper()) + (" as published" if run == "published" else "")
+        name = model_name(model) + (" as published" if run == "published" else "")
         lines.append(f"| {name} | {' | '.join(_mark(own.get(column)) for column in COLUMNS)} |")
     return "\n".join(lines)
 
@@ -136,25 +137,79 @@ def _mark(row: dict[str, Any] | None) -> str:
     return f"{row['verdict']} ({detail}){judged}"
 
 
+def events(dataset: str) -> str:
+    """The table of event models on a data set with its command; nothing where none was trained yet."""
+    path = ROOT / "benchmarks" / "results" / f"{dataset}.json"
+    if not path.exists():
+        return ""
+    content = json.loads(path.read_text())
+    parts = [
+        f"### {NAMES.get(dataset, dataset)}",
+        markdown(compare(content["rows"])),
+        f"`{content['command']}`",
+    ]
+    return "\n\n".join([*parts, *([content["note"]] if "note" in content else [])])
+
+
+def event_cost() -> str:
+    """Bytes, peak and seconds an event of event models against how many events they have seen."""
+    found = rows("event_cost")
+    lines = [
+        "| | events seen | remembered | extra peak of an update | update | query |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r['model']} | {r['events']:,} | {_size(r['remembered'])} | {_size(r['peak'])} | "
+        f"{_time(r['update'])} | {_time(r['query'])} |"
+        for r in found
+        if r["what"] == "cost"
+    ]
+    lines += ["", "| time of an update, side by side in one run | |", "|---|---|"]
+    for r in found:
+        if r["what"] == "ratio":
+            spread = f"{r['quartile_low']} to {r['quartile_high']}"
+            lines.append(f"| {r['of']} | {r['ratio']} (quartiles {spread}) |")
+    return "\n".join(lines)
+
+
+def _size(count: int) -> str:
+    if count < 1e5:
+        return f"{count / 1e3:,.1f} kB"
+    return f"{count / MB:,.1f} MB"
+
+
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:,.2f} ms"
+
+
 def place(path: Path, name: str, table: str) -> str:
-    """The text of a file with a table between its two marks."""
-    before, _, rest = path.read_text().partition(f"<!-- {name} -->")
-    _, _, after = rest.partition(f"<!-- /{name} -->")
-    return f"{before}<!-- {name} -->\n{table}\n<!-- /{name} -->{after}"
+    """The text of a file with a table between its two marks; they must be there."""
+    before, mark, rest = path.read_text().partition(f"<!-- {name} -->")
+    _, end, after = rest.partition(f"<!-- /{name} -->")
+    if not (mark and end):
+        sys.exit(f"{path.name}: it has no marks <!-- {name} --> and <!-- /{name} --> for its table")
+    return f"{before}<!-- {name} -->\n{table}{chr(10) if table else ''}<!-- /{name} -->{after}"
+
+
+def documents() -> Iterator[tuple[Path, str, str]]:
+    """Every table: the page it is on, its name there, and what it should say."""
+    docs = ROOT / "docs"
+    yield ROOT / "README.md", "measured", measured()
+    yield ROOT / "README.md", "reproduction", reproduction()
+    yield docs / "idea.md", "numbers", numbers()
+    yield docs / "memory.md", "fused", complexity("fused")
+    yield docs / "memory.md", "written out", complexity("written out")
+    for dataset in EVENTS:
+        yield docs / "event-models.md", dataset, events(dataset)
+    yield docs / "event-models.md", "event cost", event_cost()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
-    for path, name, table in (
-        (ROOT / "README.md", "measured", measured),
-        (ROOT / "README.md", "reproduction", reproduction),
-        (ROOT / "docs" / "idea.md", "numbers", numbers),
-        (ROOT / "docs" / "memory.md", "fused", lambda: complexity("fused")),
-        (ROOT / "docs" / "memory.md", "written out", lambda: complexity("written out")),
-    ):
-        text = place(path, name, table())
+    for path, name, table in documents():
+        text = place(path, name, table)
         if check and text != path.read_text():
             sys.exit(f"{path.name}: its table {name!r} is not what the rows say: run benchmarks/tables.py")
         if not check:

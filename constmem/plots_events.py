@@ -89,11 +89,14 @@ def hazard_picture(
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(8.0, 3.6), dpi=130, sharex=True, gridspec_kw={"height_ratios": [5, 1]}
     )
+    limits: dict[str, Any] = {"ylim": (0, None)}
     if truth is not None:
-        above.plot(_array(times), _array(truth(times)), color=GREY, linewidth=2.2, label="true hazard")
+        known = truth(times)
+        above.plot(_array(times), _array(known), color=GREY, linewidth=2.4, label="true hazard")
+        limits = {"yscale": "log", "ylim": (float(known.min()) / 2, float(known.max()) * 2)}
     hazard = log_hazard[:, 0, shown].T.reshape(-1).exp()
     above.plot(_array(times), _array(hazard), color=BLUE, linewidth=1.1, label="the model's")
-    above.set(ylabel=f"events per {events.unit}", ylim=(0, None))
+    above.set(ylabel=f"events per {events.unit}", **limits)
     above.set_title(title, loc="left", fontsize=10)
     above.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
     _timeline(below, events, shown)

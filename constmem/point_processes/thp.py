@@ -98,9 +98,9 @@ class THP(PointProcess):
 def _visible(before: Bool[Tensor, "b n"], t: int) -> Bool[Tensor, "b 1 t nt"] | None:
     """Who sees whom: all real events before the chunk, and those of the chunk up to itself."""
     b, n = before.shape
-    past = torch.ones(t, t, dtype=torch.bool, device=before.device).tril()
     if n == 0:
-        return None
+        return None  # the kernel knows what causal means, and needs no mask of t x t
+    past = torch.ones(t, t, dtype=torch.bool, device=before.device).tril()
     return torch.cat([before[:, None, :].expand(b, t, n), past.expand(b, t, t)], -1)[:, None]
 
 
