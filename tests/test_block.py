@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from benchmarks.literal import Literal
 from constmem import CMAB, CMANP, AttentionState, CMABStack
 from constmem.attention import CrossAttention, FeedForward, SelfAttention
-from constmem.block import Observation
 from constmem.embed import MLP
+from constmem.observation import Observation
 
 Array = NDArray[np.float64]
 RESIDUALS = "normed", "raw"

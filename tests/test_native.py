@@ -14,9 +14,9 @@ from torch import Tensor
 
 from constmem import CMAB, CMANP
 from constmem.algebra import EMPTY
-from constmem.block import Observation
 from constmem.embed import MLP
 from constmem.kernels import native
+from constmem.observation import Observation
 from constmem.state import AttentionState
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")

@@ -7,13 +7,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from constmem.attention import CrossAttention, FeedForward, Residual
-from constmem.block import CMABStack, Observation
+from constmem.block import CMABStack
 from constmem.checks import positive
 from constmem.embed import MLP
 from constmem.fold import Chunk, fold
 from constmem.heads import Gaussian, Std
 from constmem.neural_processes.base import NeuralProcess
 from constmem.neural_processes.levels import decode_levels
+from constmem.observation import Observation
 from constmem.state import AttentionState
 
 
