@@ -22,6 +22,7 @@ check: $(VENV)/.dev  ## style, types, and the direction of imports
 bench: $(VENV)/.dev  ## measure every claim again
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/complexity.py
+	$(BIN)/python benchmarks/event_cost.py
 	$(BIN)/python benchmarks/update.py
 	$(BIN)/python benchmarks/numerics.py
 

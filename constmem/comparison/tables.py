@@ -63,4 +63,4 @@ def show(entries: Entries) -> None:
             grid.add_column(column, justify="left" if column in WORDS else "right")
         for row in rows:
             grid.add_row(*row)
-        Console(width=None if sys.stdout.isatty() else 160).print(grid)
+        Console(width=None if sys.stdout.isatty() else 240 if wide else 160).print(grid)

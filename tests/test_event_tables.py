@@ -1,0 +1,191 @@
+"""Tables of event runs: seeds together, others' figures below, the documents made of committed rows."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from statistics import stdev
+from typing import Any
+
+import pytest
+import tables
+
+from constmem.cli import table
+from constmem.comparison import as_json, compare, markdown, tabulate
+from constmem.comparison.events import ELSEWHERE
+from constmem.comparison.rows import Figure
+from constmem.results import PUBLISHED
+
+ROOT = Path(__file__).parents[1]
+SCORES = {
+    "nll": -0.4, "time_nll": -0.7, "mark_nll": 0.3, "rmse": 0.28, "mae": 0.2, "mae_median": 0.1349,
+    "accuracy": 0.9, "accuracy_given_gap": 0.92, "top5": 0.998, "ks": 0.006, "unit": "hour",
+}  # fmt: skip
+
+
+def row(seed: int = 0, *, scores: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """A row as `constmem eval` writes it; the NLL of seed s is -0.4 - s / 100."""
+    own = SCORES | {"nll": -0.4 - seed / 100} | (scores or {})
+    base = {
+        "dataset": "taxi", "model": "gru", "recipe": "improved", "seed": seed,
+        "settings": {"batch": 64, "steps": 100, "model": {"num_marks": 10}}, "scores": {"test": own},
+        "published": PUBLISHED["taxi"]["gru"], "true": None, "steps": 100, "minutes": 2.0 + seed,
+        "parameters": 38522, "device": "", "date": f"2026-01-0{seed + 1}",
+    }  # fmt: skip
+    return base | more
+
+
+def lines(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
+    ((_, head, cells),) = tabulate(compare(rows))
+    assert len(set(head)) == len(head)
+    return [dict(zip(head, line, strict=True)) for line in cells]
+
+
+def test_seeds_become_a_mean_and_a_spread() -> None:
+    (entry,) = compare([row(0), row(1), row(4)])
+    found = entry.scores["test"]["nll"]
+    assert found.mean == pytest.approx(-0.4 - 0.05 / 3)
+    assert found.spread == pytest.approx(stdev([-0.4, -0.41, -0.44]))
+    line = lines([row(0), row(1), row(4)])[0]
+    assert line["NLL"] == "-0.417 ± 0.021"
+    assert line["seeds"] == "3"
+    assert line["minutes"] == "3.7"
+
+
+def test_every_score_stands_under_its_head_in_its_unit() -> None:
+    line = lines([row()])[0]
+    assert line == {
+        "model": "GRU", "recipe": "improved", "NLL": "-0.400", "published": "-0.453", "time": "-0.700",
+        "mark": "0.300", "RMSE (hour)": "0.2800", "MAE, median (hour)": "0.1349", "accuracy": "90.0 %",
+        "given the gap": "92.0 %", "top 5": "99.8 %", "KS": "0.006", "parameters": "38,522",
+        "steps x batch": "100 x 64", "minutes": "2.0", "device": "CPU", "seeds": "1",
+    }  # fmt: skip
+
+
+def test_what_others_published_stands_below_and_says_so() -> None:
+    below = {line["model"]: line for line in lines([row(), row(model="cmhp")])[2:]}
+    assert {name: line["NLL"] for name, line in below.items()} == {
+        "RMTPP": "-0.346", "AttNHP": "-0.493", "NHP": "-0.514", "S2P2": "-0.522",
+    }  # fmt: skip
+    assert all(line["recipe"] == "published elsewhere" for line in below.values())
+    assert all(line["seeds"] == line["time"] == "" for line in below.values())
+
+
+@pytest.mark.parametrize("dataset", ["mooc", "reddit"])
+def test_the_papers_rows_are_labelled_as_of_another_protocol(dataset: str) -> None:
+    ours, *paper = lines([row(dataset=dataset, published=None)])
+    assert "published" not in ours
+    assert [line["model"] for line in paper] == ["THP", "CMHP"]
+    assert all("another protocol" in line["recipe"] for line in paper)
+    for line, (_, _, known) in zip(paper, ELSEWHERE[dataset], strict=True):
+        assert float(line["RMSE (hour)"]) == known["rmse"]
+        assert line["accuracy"] == f"{100 * known['accuracy']:.1f} %"
+
+
+def test_simulated_data_show_the_true_process_and_no_marks() -> None:
+    settings = {"batch": 64, "steps": 100, "model": {"num_marks": 1}}
+    simulated = row(dataset="hawkes1", published=None, true={"test": 0.056}, settings=settings)
+    ours, true = lines([simulated])
+    assert not {"mark", "accuracy", "given the gap", "top 5"} & ours.keys()
+    assert (true["model"], true["NLL"], true["time"]) == ("the true process", "0.056", "0.056")
+
+
+def test_models_stand_in_order_and_settings_tell_apart_those_of_one_name() -> None:
+    plain = row()["settings"]
+    ablated = plain | {"model": {"num_marks": 10, "recency": False}}
+    rows = [
+        row(model="cmhp", settings=ablated), row(model="cmhp"), row(model="cmhp-faithful"), row(model="thp"),
+        row(model="trivial"), row(), row(model="cmhp", settings=plain | {"lr": 0.1}),
+    ]  # fmt: skip
+    found = [line["model"] for line in lines(rows)[:7]]
+    assert found[:3] == ["no history", "GRU", "THP"]
+    assert sorted(found[3:6]) == ["CMHP", "CMHP (lr=0.1)", "CMHP (recency=False)"]
+    assert found[6] == "CMHP-faithful"
+
+
+def test_points_and_events_make_tables_of_their_own() -> None:
+    scores = {"seen": {"log_likelihood": 1.0, "log_likelihood_by_batch": 2.0}}
+    points = row(dataset="emnist", model="cnp", published=None) | {"scores": scores}
+    found = tabulate(compare([row(), points]))
+    assert [name for name, _, _ in found] == ["EMNIST", "Taxi"]
+    assert "seen, by batch" in found[0][1]
+    assert "NLL" in found[1][1]
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0.28, "0.2800"), (2.6861, "2.686"), (74.21, "74.21"), (512.34, "512.3"), (97531.2, "97,531")],
+)
+def test_errors_in_any_unit_have_about_four_digits(number: float, text: str) -> None:
+    assert Figure(number, None).short() == text
+
+
+def test_the_command_shows_event_rows_as_text_markdown_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "eval.json").write_text(json.dumps(row(0)))
+    (tmp_path / "taxi.json").write_text(json.dumps({"command": "x", "rows": [row(1)]}))
+    paths = [tmp_path / "run", tmp_path / "taxi.json"]
+    table(paths, as_markdown=False, as_json=False)
+    assert "-0.405 ± 0.007" in capsys.readouterr().out
+    table(paths, as_markdown=True, as_json=False)
+    assert capsys.readouterr().out.strip() == markdown(compare([row(0), row(1)]))
+    table(paths, as_markdown=False, as_json=True)
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert entry["scores"]["test"]["nll"]["mean"] == pytest.approx(-0.405)
+    assert entry == json.loads(as_json(compare([row(0), row(1)])))[0]
+
+
+def test_the_page_shows_a_table_where_there_are_rows_and_nothing_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    content = {"command": "constmem train taxi gru", "note": "A note.", "rows": [row()]}
+    (results / "taxi.json").write_text(json.dumps(content))
+    page = tmp_path / "page.md"
+    page.write_text(
+        "before\n<!-- taxi -->\nold\n<!-- /taxi -->\nbetween\n<!-- mooc -->\n<!-- /mooc -->\nafter\n"
+    )
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    for dataset in ("taxi", "mooc"):
+        page.write_text(tables.place(page, dataset, tables.events(dataset)))
+    text = page.read_text()
+    assert text.startswith("before\n<!-- taxi -->\n### Taxi\n\n| Taxi | recipe | NLL |")
+    assert "`constmem train taxi gru`\n\nA note.\n<!-- /taxi -->\nbetween" in text
+    assert text.endswith("<!-- mooc -->\n<!-- /mooc -->\nafter\n")
+    assert "old" not in text
+    with pytest.raises(SystemExit, match="no marks <!-- wiki -->"):
+        tables.place(page, "wiki", "")
+
+
+def test_the_agreement_of_pages_and_rows_covers_every_event_data_set_and_the_costs() -> None:
+    own = {name for path, name, _ in tables.documents() if path.name == "event-models.md"}
+    assert own >= {"taxi", "mooc", "reddit", "wiki", "taobao", "hawkes1", "event cost"}
+
+
+def test_committed_costs_say_that_a_cmhp_never_grows() -> None:
+    costs = [r for r in tables.rows("event_cost") if r["what"] == "cost"]
+    by_model = {name: {r["events"]: r for r in costs if r["model"] == name} for name in LARGEST}
+    assert {name: max(own) for name, own in by_model.items()} == LARGEST
+    cmhp, cached = by_model["CMHP"], by_model["THP, KV cache"]
+    assert {r["remembered"] for r in cmhp.values()} == {17448}
+    assert cmhp[10**6]["peak"] <= 1.05 * cmhp[10]["peak"]
+    assert cached[10**5]["remembered"] > 5000 * cmhp[10**5]["remembered"]
+
+
+LARGEST = {"CMHP": 10**6, "GRU": 10**6, "THP, KV cache": 10**5, "THP, recomputed": 10**4}
+
+
+def test_the_example_goes_from_csv_to_a_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["events.py", "--steps", "2", "--out", str(tmp_path / "out")])
+    runpy.run_path(str(ROOT / "examples" / "events.py"), run_name="__main__")
+    shown = capsys.readouterr().out
+    assert "no history" in shown
+    followed = [line.split()[-1] for line in shown.splitlines() if " to " in line]
+    assert len(followed) == 12
+    assert len(set(followed)) == 1  # bytes
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
