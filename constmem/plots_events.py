@@ -89,14 +89,13 @@ def hazard_picture(
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(8.0, 3.6), dpi=130, sharex=True, gridspec_kw={"height_ratios": [5, 1]}
     )
-    limits: dict[str, Any] = {"ylim": (0, None)}
-    if truth is not None:
-        known = truth(times)
-        above.plot(_array(times), _array(known), color=GREY, linewidth=2.4, label="true hazard")
-        limits = {"yscale": "log", "ylim": (float(known.min()) / 2, float(known.max()) * 2)}
     hazard = log_hazard[:, 0, shown].T.reshape(-1).exp()
+    seen = hazard
+    if truth is not None:
+        seen = truth(times)
+        above.plot(_array(times), _array(seen), color=GREY, linewidth=2.4, label="true hazard")
     above.plot(_array(times), _array(hazard), color=BLUE, linewidth=1.1, label="the model's")
-    above.set(ylabel=f"events per {events.unit}", **limits)
+    above.set(ylabel=f"events per {events.unit}", **_hazard_axis(seen, events.gaps[0, shown]))
     above.set_title(title, loc="left", fontsize=10)
     above.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
     _timeline(below, events, shown)
@@ -193,6 +192,18 @@ def _quantile(gap: Any, level: float) -> Tensor:
     shape = torch.Size(gap.batch_shape)
     out: Tensor = gap.icdf(torch.full(shape, level, dtype=torch.float64, device=gap.mean.device)).double()
     return out
+
+
+def _hazard_axis(hazard: Float64[Tensor, "g"], gaps: Float64[Tensor, "n"]) -> dict[str, Any]:
+    """A logarithmic axis where events come in bursts: a linear one would show nothing but these.
+
+    It goes down to the end of the longest silence; dips right after events may leave it.
+    """
+    highest = float(hazard.max())
+    if highest * float(gaps.mean()) < 10:
+        return {"ylim": (0, None)}
+    silence = hazard.reshape(len(gaps), -1)[gaps.argmax(), -1]
+    return {"yscale": "log", "ylim": (min(float(silence), float(hazard.quantile(0.03))) / 2, highest * 2)}
 
 
 def _smallest(gaps: Tensor) -> float:

@@ -193,3 +193,11 @@ def test_other_marks_have_a_column_only_where_they_are_foretold(
         counts = torch.tensor([[3, 1, 0], [0, 2, others]])
         plots_events.confusion_picture(marks, counts, tmp_path / "a.png", title="x")
     assert labels == [["4", "7"], ["4", "7", "other"]]
+
+
+def test_hazards_of_bursts_are_drawn_on_a_logarithmic_axis_down_to_the_longest_silence() -> None:
+    gaps = torch.tensor([1.0, 1e4, 1.0], dtype=torch.float64)
+    even = plots_events._hazard_axis(torch.tensor([0.5, 1.0, 0.4, 0.9, 0.5, 1.0]).double(), gaps / gaps)
+    assert even == {"ylim": (0, None)}
+    bursts = torch.tensor([0.5, 1.0, 0.4, 1e-5, 0.5, 1.0]).double()
+    assert plots_events._hazard_axis(bursts, gaps) == {"yscale": "log", "ylim": (pytest.approx(5e-6), 2.0)}
