@@ -116,7 +116,7 @@ def _entry(rows: Rows) -> Entry:
         published=first.get("published") or {}, parameters=first["parameters"],
         steps=max(row["steps"] for row in rows), batch=first["settings"]["batch"],
         minutes=mean(row["minutes"] for row in rows),
-        device=", ".join(sorted({row["device"] or "CPU" for row in rows})),
+        device=", ".join(sorted({row["device"] for row in rows})),
     )  # fmt: skip
 
 
