@@ -1,7 +1,6 @@
 """From a run's folder to its row: scores on the test sets, beside the published figures."""
 
 import json
-import platform
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -19,7 +18,7 @@ from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
 from constmem.recipes import EVENTS, Recipe
 from constmem.sources import SIMULATED, Source, open_source
-from constmem.train import TABLE
+from constmem.train import TABLE, device_name
 
 # Log-likelihoods of the paper's image table (mean of 5 seeds); for Gaussian processes of its later version.
 PUBLISHED: dict[str, dict[str, dict[str, float]]] = {
@@ -91,7 +90,8 @@ def evaluate_run(folder: Path, *, data_dir: Path | None, device: str) -> dict[st
         "parameters": sum(p.numel() for p in model.parameters()),
         "settings": run["recipe"],
         "data": source.statement,
-        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else platform.processor(),
+        "device": about.get("device") or device_name(where),
+        "evaluated_on": device_name(where),
         "commit": about.get("commit"),
         "torch": torch.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

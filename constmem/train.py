@@ -87,7 +87,7 @@ def train(
     source = open_source(run.dataset, run.recipe, data_dir=data_dir, device=where, table=table)
     model = build(run).to(where).train()
     source.prepare(model)
-    _prepare_folder(run, out, resume, table)
+    _prepare_folder(run, out, resume, table, where)
     _set_precision(run.recipe.precision)
     optimiser = _optimiser(model, run.recipe, where)
     generator = torch.Generator(where).manual_seed(run.seed)
@@ -231,7 +231,7 @@ def _set_precision(precision: str) -> None:
     torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
 
 
-def _prepare_folder(run: Run, out: Path, resume: bool, table: Table | None) -> None:
+def _prepare_folder(run: Run, out: Path, resume: bool, table: Table | None, where: torch.device) -> None:
     path = out / "run.json"
     content = {key: value for key, value in asdict(run).items() if value is not None}
     if path.exists():
@@ -248,12 +248,20 @@ def _prepare_folder(run: Run, out: Path, resume: bool, table: Table | None) -> N
     about = {
         "run": content,
         "commit": current_commit(),
+        "device": device_name(where),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
     if table is not None:
         table.save(out / TABLE)
     write_text(path, json.dumps(about, indent=2) + "\n")
+
+
+def device_name(where: torch.device) -> str:
+    """What a device is called by its maker, as far as that is known."""
+    if where.type == "cuda":
+        return torch.cuda.get_device_name(where)
+    return platform.processor() or f"{where.type.upper()} ({platform.machine()})"
 
 
 def current_commit() -> str | None:

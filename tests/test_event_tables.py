@@ -29,7 +29,7 @@ def row(seed: int = 0, *, scores: dict[str, Any] | None = None, **more: Any) -> 
         "dataset": "taxi", "model": "gru", "recipe": "improved", "seed": seed,
         "settings": {"batch": 64, "steps": 100, "model": {"num_marks": 10}}, "scores": {"test": own},
         "published": PUBLISHED["taxi"]["gru"], "true": None, "steps": 100, "minutes": 2.0 + seed,
-        "parameters": 38522, "device": "", "date": f"2026-01-0{seed + 1}",
+        "parameters": 38522, "device": "CPU", "date": f"2026-01-0{seed + 1}",
     }  # fmt: skip
     return base | more
 

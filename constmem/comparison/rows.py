@@ -107,7 +107,7 @@ def shared_tests(rows: Rows) -> list[str]:
 
 def devices(rows: Rows) -> str:
     """What these rows were computed on."""
-    return ", ".join(sorted({row["device"] or "CPU" for row in rows}))
+    return ", ".join(sorted({row["device"] for row in rows}))
 
 
 def place(dataset: str, recipe: str, model: str, steps: int) -> tuple[Any, ...]:
