@@ -58,6 +58,7 @@ class CMABStack(nn.Module):
     """`depth` blocks whose states are one `AttentionState` with a depth axis.
 
     Example:
+        >>> import torch
         >>> stack = CMABStack(depth=2, dim=16, num_slots=4, num_heads=2)
         >>> tokens, latents = torch.randn(1, 10, 16), torch.randn(1, 3, 16)
         >>> one_by_one = stack.observe(tokens[:, :1])
@@ -136,6 +137,7 @@ class CMAB(nn.Module):
     """One block: SA(CA(latents, SA(CA(slots, tokens)))), as `observe` and `read`.
 
     Example:
+        >>> import torch
         >>> block = CMAB(dim=16, num_slots=4, num_heads=2)
         >>> tokens, latents = torch.randn(1, 10, 16), torch.randn(1, 3, 16)
         >>> state = block.observe(tokens[:, :7]).merge(block.observe(tokens[:, 7:]))
