@@ -126,6 +126,8 @@ class Observation(nn.Module):
         tensors = [data, *prepared, *(t for layer in layers for t in layer)]
         if any(t.dtype != torch.float32 for t in tensors) or torch.is_autocast_enabled("cpu"):
             return None
+        if not all(t.is_contiguous() for layer in layers for t in layer):
+            return None
         if not native.usable():
             return None
         key = tuple(t.data_ptr() for layer in layers for t in layer)

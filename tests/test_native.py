@@ -153,12 +153,14 @@ def test_an_embedding_given_other_weights_is_not_taken_for_the_old_one() -> None
     ).eval()
     x, y = torch.randn(1, 5, 1), torch.randn(1, 5, 1)
     before = model.condition(x, y)
-    layer = model.embed.layers[0]
-    layer.weight = torch.nn.Parameter(layer.weight + 1)
-    after = model.condition(x, y)
-    expected = copy.deepcopy(model).double().condition(x.double(), y.double())
-    assert float((after.lse - before.lse).abs().max()) > 1e-3
-    torch.testing.assert_close(after.lse, expected.lse, atol=1e-5, rtol=0)
+    first, second = model.embed.layers[0], model.embed.layers[1]
+    for layer, weight in ((first, first.weight + 1), (second, second.weight.t())):  # the latter lies askew
+        layer.weight = torch.nn.Parameter(weight)
+        after = model.condition(x, y)
+        expected = copy.deepcopy(model).double().condition(x.double(), y.double())
+        assert float((after.lse - before.lse).abs().max()) > 1e-3
+        torch.testing.assert_close(after.lse, expected.lse, atol=1e-5, rtol=0)
+        before = after
 
 
 PROGRAM = """

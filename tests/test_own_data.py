@@ -230,7 +230,11 @@ def test_a_table_becomes_a_model_in_its_own_units(tmp_path: Path) -> None:
     assert float(error) < 0.5 * float(y.std())
     again = NeuralProcess.from_pretrained(tmp_path / "run")
     assert again.fingerprint() == model.fingerprint()
+    about = tmp_path / "run" / "run.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"device": "a large one"}))
     row = evaluate_run(tmp_path / "run", data_dir=None, device="cpu")
+    assert row["device"] == "a large one"  # where it was trained
+    assert row["evaluated_on"] != "a large one"
     assert set(row["scores"]) == {"test", "full"}
     assert row["scores"]["full"]["points"] == 30
     assert row["scores"]["full"]["rmse"] < 0.5 * float(y.std())

@@ -200,7 +200,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         return load(built(FLAGS))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # no home folder is a RuntimeError
         detail = (getattr(error, "stderr", None) or str(error)).strip()[:500]
         _log.warning("no machine code for this CPU, PyTorch's operators serve instead: %s", detail)
         return None
