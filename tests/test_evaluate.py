@@ -1,5 +1,6 @@
 """Scores against slow references, and the tables of the documents against the rows they are made of."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -92,3 +93,8 @@ def test_the_shipped_model_completes_digits_of_another_data_set() -> None:
             errors.append(float((dist.mean - y[:, rest]).square().mean().sqrt()))
     assert errors[0] > errors[1] > errors[2]
     assert errors[2] < 0.6 * errors[0]
+
+
+def test_the_example_with_digits_draws_its_picture(tmp_path: Path) -> None:
+    example = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "digits.py"))
+    assert example["main"](tmp_path / "digits.png").stat().st_size > 10_000
