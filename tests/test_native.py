@@ -196,3 +196,17 @@ def test_without_a_working_compiler_the_operators_serve_and_the_log_says_so_once
     again = run(tmp_path)
     assert "compiling" not in again  # it was kept
     assert not [p for p in (tmp_path / "constmem").iterdir() if p.suffix != ".so"]  # and nothing else
+
+
+@torch.no_grad()
+def test_the_same_points_give_the_same_bits_every_time() -> None:
+    found, data = observation(64, 4, 128), torch.randn(1, 3000, 64)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        states = [found.observe(data) for _ in range(5)]
+    finally:
+        torch.set_num_threads(before)
+    for state in states[1:]:
+        assert torch.equal(state.value, states[0].value)
+        assert torch.equal(state.lse, states[0].lse)

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <mutex>
 #include <thread>
 #include <vector>
 #if defined(__AVX__)
@@ -172,9 +173,31 @@ struct Plan {
 
 struct Partial {  // the running softmax of one worker
     std::vector<float> m, sum, acc;
-    explicit Partial(const Plan& p)
-        : m(p.heads * p.slots, -std::numeric_limits<float>::infinity()),
-          sum(p.heads * p.slots * LANES), acc(p.heads * p.slots * p.channels) {}
+    void clear(const Plan& p) {
+        m.assign(p.heads * p.slots, -std::numeric_limits<float>::infinity());
+        sum.assign(p.heads * p.slots * LANES, 0.0f);
+        acc.assign(p.heads * p.slots * p.channels, 0.0f);
+    }
+};
+
+// Partials in use by one call. Fresh memory of this size costs more than clearing what another call left.
+class Borrowed {
+    static inline std::mutex lock;
+    static inline std::vector<Partial> spare;
+
+  public:
+    std::vector<Partial> parts;
+    Borrowed(const Plan& p, long count) : parts(count) {
+        {
+            const std::lock_guard<std::mutex> held(lock);
+            for (long i = 0; i < count && !spare.empty(); i++) parts[i] = std::move(spare.back()), spare.pop_back();
+        }
+        for (Partial& part : parts) part.clear(p);
+    }
+    ~Borrowed() {
+        const std::lock_guard<std::mutex> held(lock);
+        while (!parts.empty() && spare.size() < 16) spare.push_back(std::move(parts.back())), parts.pop_back();
+    }
 };
 
 struct Scratch {
@@ -259,8 +282,7 @@ static void see_tile(const Plan& p, long head, const float* tokens, const float*
 }
 
 // All points of one task from `start` to `stop` that count at all.
-static void see(const Plan& p, const float* data, const float* log_weight, long start, long stop, Partial& into) {
-    Scratch s(p);
+static void see(const Plan& p, const float* data, const float* log_weight, long start, long stop, Scratch& s, Partial& into) {
     const long in = p.widths[0], width = p.widths[p.layers];
     for (long at = start; at < stop;) {
         int counts[TILES] = {}, tiles = 0;
@@ -286,14 +308,15 @@ static void see(const Plan& p, const float* data, const float* log_weight, long 
 }
 
 // Join what the workers saw of one task.
-static void finish(const Plan& p, const std::vector<Partial>& parts, double* value, double* lse) {
+static void finish(const Plan& p, const Partial* parts, long count, double* value, double* lse) {
     std::vector<double> sums(p.channels);
     for (long at = 0; at < p.heads * p.slots; at++) {
         float m = -std::numeric_limits<float>::infinity();
-        for (const Partial& part : parts) m = std::max(m, part.m[at]);
+        for (long i = 0; i < count; i++) m = std::max(m, parts[i].m[at]);
         double all = 0;
         std::fill(sums.begin(), sums.end(), 0.0);
-        for (const Partial& part : parts) {
+        for (long i = 0; i < count; i++) {
+            const Partial& part = parts[i];
             if (part.m[at] == -std::numeric_limits<float>::infinity()) continue;
             const double scale = part.m[at] == m ? 1.0 : std::exp2((double)part.m[at] - m);
             all += scale * total(load(&part.sum[at * LANES]));
@@ -305,12 +328,16 @@ static void finish(const Plan& p, const std::vector<Partial>& parts, double* val
     }
 }
 
+// Work on pieces 0 to count in several threads. Which thread has which is fixed, so that sums come out the
+// same every time.
 template <class Work>
 static void in_threads(long count, long threads, Work work) {
+    const auto run = [&](long worker) {
+        for (long i = count * worker / threads; i < count * (worker + 1) / threads; i++) work(i, worker);
+    };
     std::vector<std::thread> started;
-    for (long i = 1; i < threads; i++)
-        started.emplace_back([=] { work(count * i / threads, count * (i + 1) / threads, i); });
-    work(0, count / threads, 0L);
+    for (long i = 1; i < threads; i++) started.emplace_back(run, i);
+    run(0);
     for (auto& thread : started) thread.join();
 }
 
@@ -366,22 +393,29 @@ extern "C" {
 // The state of each task's points: value (tasks, heads, slots, channels) and lse (tasks, heads, slots).
 void observe(const Plan* plan, int64_t tasks, int64_t points, const float* data, const float* log_weight, int64_t threads, double* value, double* lse) {
     const Plan& p = *plan;
-    const long in = p.widths[0], states = p.heads * p.slots;
-    const auto one = [&](long task, long workers) {
-        std::vector<Partial> parts(workers, Partial(p));
+    const long in = p.widths[0], states = p.heads * p.slots, piece = TILES * TILE;
+    const long pieces = (points + piece - 1) / piece;
+    threads = std::max<long>(1, std::min<long>(threads, tasks < threads ? pieces : tasks));
+    Borrowed borrowed(p, threads);
+    std::vector<Scratch> scratch(threads, Scratch(p));
+    const auto look = [&](long task, long i, long worker) {
         const float* weight = log_weight ? log_weight + task * points : nullptr;
-        in_threads(points, workers, [&, weight](long start, long stop, long i) {
-            see(p, data + task * points * in, weight, start, stop, parts[i]);
-        });
-        finish(p, parts, value + task * states * p.channels, lse + task * states);
+        const long stop = std::min<long>(points, (i + 1) * piece);
+        see(p, data + task * points * in, weight, i * piece, stop, scratch[worker], borrowed.parts[worker]);
     };
     if (tasks < threads) {
-        for (long task = 0; task < tasks; task++) one(task, std::max<long>(1, std::min<long>(threads, points / TILE)));
-    } else {
-        in_threads(tasks, threads, [&](long start, long stop, long) {
-            for (long task = start; task < stop; task++) one(task, 1);
-        });
+        for (long task = 0; task < tasks; task++) {
+            if (task) for (Partial& part : borrowed.parts) part.clear(p);
+            in_threads(pieces, threads, [&](long i, long worker) { look(task, i, worker); });
+            finish(p, borrowed.parts.data(), threads, value + task * states * p.channels, lse + task * states);
+        }
+        return;
     }
+    in_threads(tasks, threads, [&](long task, long worker) {
+        borrowed.parts[worker].clear(p);
+        for (long i = 0; i < pieces; i++) look(task, i, worker);
+        finish(p, &borrowed.parts[worker], 1, value + task * states * p.channels, lse + task * states);
+    });
 }
 
 // The state of one point for each task: its values (tasks, heads, channels) are every slot's.
