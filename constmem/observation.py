@@ -117,6 +117,10 @@ class Observation(nn.Module):
         k, v = self._keys_values(tokens, prepared)
         return AttentionState.observe(prepared.queries, k, v, mask, log_weight)
 
+    def chunk(self) -> int:
+        """How many tokens are best observed at a time on a CPU: machine code holds only tiles of them."""
+        return 65_536 if self.slots.dtype == torch.float32 and native.usable() else 4096
+
     def _plan(self, prepared: Prepared, data: Tensor, embed: MLP | None) -> native.Plan | None:
         """How machine code observes such data, where there is any, nothing is learned, all is float32."""
         memory = self._memory

@@ -309,21 +309,23 @@ static void see(const Plan& p, const float* data, const float* log_weight, long 
 
 // Join what the workers saw of one task.
 static void finish(const Plan& p, const Partial* parts, long count, double* value, double* lse) {
-    std::vector<double> sums(p.channels);
+    const long c = p.channels;
     for (long at = 0; at < p.heads * p.slots; at++) {
-        float m = -std::numeric_limits<float>::infinity();
-        for (long i = 0; i < count; i++) m = std::max(m, parts[i].m[at]);
+        float m = parts[0].m[at];
+        for (long i = 1; i < count; i++) m = std::max(m, parts[i].m[at]);
         double all = 0;
-        std::fill(sums.begin(), sums.end(), 0.0);
+        double* __restrict__ out = value + at * c;
+        std::fill(out, out + c, 0.0);
         for (long i = 0; i < count; i++) {
-            const Partial& part = parts[i];
-            if (part.m[at] == -std::numeric_limits<float>::infinity()) continue;
-            const double scale = part.m[at] == m ? 1.0 : std::exp2((double)part.m[at] - m);
-            all += scale * total(load(&part.sum[at * LANES]));
-            for (long c = 0; c < p.channels; c++) sums[c] += scale * part.acc[at * p.channels + c];
+            const float own = parts[i].m[at];
+            if (own == -std::numeric_limits<float>::infinity()) continue;
+            const double scale = own == m ? 1.0 : std::exp2(own - m);
+            const float* __restrict__ acc = &parts[i].acc[at * c];
+            all += scale * total(load(&parts[i].sum[at * LANES]));
+            for (long k = 0; k < c; k++) out[k] += scale * acc[k];
         }
         const double inverse = all > 0 ? 1.0 / all : 0.0;
-        for (long c = 0; c < p.channels; c++) value[at * p.channels + c] = sums[c] * inverse;
+        for (long k = 0; k < c; k++) out[k] *= inverse;
         lse[at] = all > 0 ? (m + std::log2(all)) * LN2 : EMPTY;
     }
 }

@@ -85,6 +85,10 @@ class NeuralProcess(PointModel, Generic[S, M]):
         """The prediction that `decode`'s mean and standard deviation stand for."""
         return normal(mean, std)
 
+    def _chunk(self) -> int:
+        """How many points are best observed at a time."""
+        return 4096
+
     def _fold(self, chunks: list[Chunk]) -> S:
         """The state of several chunks while learning: here as ever, keeping all a gradient needs."""
         return self._merged(chunks)
@@ -124,13 +128,15 @@ class NeuralProcess(PointModel, Generic[S, M]):
         x: Float[Tensor, "b n x"],
         y: Float[Tensor, "b n y"],
         *,
-        chunk: int = 4096,
+        chunk: int | None = None,
         mask: Tensor | None = None,
     ) -> S:
-        """The state of these points, `chunk` of them at a time; the chunk never changes the result.
+        """The state of these points, `chunk` of them at a time (None: the model's choice).
 
-        Differentiable: the backward pass, too, needs the memory of one chunk only.
+        The chunk never changes the result. Differentiable: the backward pass, too, needs the memory of
+        one chunk only.
         """
+        chunk = self._chunk() if chunk is None else chunk
         checks.positive("chunk", chunk)
         self._check(x, y, mask, chunk=chunk)
         return self._signed(self._condition(self._slices(x, y, mask, chunk)))
@@ -179,9 +185,10 @@ class NeuralProcess(PointModel, Generic[S, M]):
         y: Float[Tensor, "b n y"],
         *,
         mask: Tensor | None = None,
-        chunk: int = 4096,
+        chunk: int | None = None,
     ) -> S:
         """The state with more points; old ones are never needed, and nothing is read."""
+        chunk = self._chunk() if chunk is None else chunk
         checks.positive("chunk", chunk)
         self._require_own(state)
         self._check(x, y, mask, chunk=chunk)

@@ -94,6 +94,11 @@ class CMANP(NeuralProcess):
         points = torch.cat([x, y], -1).to(self.latents.dtype)
         return self.stack.observe(points, mask, log_weight, embed=self.embed)
 
+    def _chunk(self) -> int:
+        return (
+            4096 if torch.is_grad_enabled() or self.device.type != "cpu" else self.stack.observation.chunk()
+        )
+
     def _fold(self, chunks: list[Chunk]) -> AttentionState:
         observation = self.stack.observation
         return fold(_Projection(self.embed, observation), observation.prepared().queries, chunks)
