@@ -35,7 +35,7 @@ def main() -> None:
         for chunk in (1024, 4096, None):
             literal = {"literal": lambda chunk=chunk: Literal(model, chunk).condition(x, y)}
             what = f"condition on 1e5 points (literal: {f'chunks of {chunk}' if chunk else 'at once'})"
-            compare(what, ours | literal, slow="literal", fast="constmem", rounds=9 if chunk else 3)
+            compare(what, ours | literal, slow="literal", fast="constmem", rounds=15 if chunk else 3)
 
         many_x, many_y = x.repeat(1, 10, 1), y.repeat(1, 10, 1)
         compare("condition on 1e6 points (literal: chunks of 1024)",
@@ -67,7 +67,7 @@ def main() -> None:
             "constmem, 1e6 points": chain(model.update, large),
             "literal": chain(literal.update, literal_state),
         }
-        compare("update by one point", update, slow="literal", fast="constmem", rounds=15, calls=UPDATES)
+        compare("update by one point", update, slow="literal", fast="constmem", rounds=41, calls=UPDATES)
         compare("update by one point after 1e6 points and after 1e3",
                 {k: update[k] for k in ("constmem", "constmem, 1e6 points")},
                 slow="constmem, 1e6 points", fast="constmem", rounds=51, calls=UPDATES)  # fmt: skip

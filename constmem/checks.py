@@ -11,7 +11,7 @@ def finite(name: str, tensor: Tensor, mask: Tensor | None = None, *, first: int 
 
     `first` is the number of points before `tensor` in the data it was cut from.
     """
-    if torch.compiler.is_compiling() or isfinite(tensor.detach().sum()):
+    if torch.compiler.is_compiling() or isfinite(tensor.detach().sum().item()):
         return  # a finite sum has finite terms; the other way round is looked at closely
     good = torch.isfinite(tensor)
     if mask is not None:

@@ -43,12 +43,12 @@ class Model(nn.Module, ABC):
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        return self._where.device
+        return self._buffers["_where"].device  # type: ignore[union-attr]  # past the look-up of modules
 
     @property
     def dtype(self) -> torch.dtype:
         """What the parameters are made of."""
-        return self._where.dtype
+        return self._buffers["_where"].dtype  # type: ignore[union-attr]
 
     def fingerprint(self) -> str:
         """A short name for the configuration, weights and units that states depend on.

@@ -75,11 +75,11 @@ class Observation(nn.Module):
         while the parameters stay the same. Version counters do not tell all, since some code writes to
         `parameter.data` behind their back: so a sample of their bits is added up each time.
         """
-        if torch.is_grad_enabled() or self.slots.device.type != "cpu" or _is_traced():
-            return self._prepare()
         parameters = [p for p in self._parameters.values() if p is not None]
+        if torch.is_grad_enabled() or parameters[0].device.type != "cpu" or _is_traced():
+            return self._prepare()
         autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        key = self.slots.dtype, autocast, [_identity(p) for p in parameters]
+        key = parameters[0].dtype, autocast, [_identity(p) for p in parameters]
         memory = self._memory
         if memory is None or memory.key != key or memory.sum != memory.bits():
             bits = _bits_of([p.detach() for p in parameters])

@@ -139,7 +139,7 @@ class NeuralProcess(PointModel, Generic[S, M]):
         chunk = self._chunk() if chunk is None else chunk
         checks.positive("chunk", chunk)
         self._check(x, y, mask, chunk=chunk)
-        return self._signed(self._condition(self._slices(x, y, mask, chunk)))
+        return self._signed(self._seen(x, y, mask, chunk))
 
     def condition_chunks(self, chunks: Iterable[tuple[Tensor, ...]], *, initial: S | None = None) -> S:
         """The state of a stream of (x, y) or (x, y, mask) chunks, each forgotten once it is seen.
@@ -192,7 +192,7 @@ class NeuralProcess(PointModel, Generic[S, M]):
         checks.positive("chunk", chunk)
         self._require_own(state)
         self._check(x, y, mask, chunk=chunk)
-        state = state.merge(self._condition(self._slices(x, y, mask, chunk)))
+        state = state.merge(self._seen(x, y, mask, chunk))
         return self._signed(state) if state.fingerprint is None else state
 
     def predict(self, memory: M, xt: Float[Tensor, "b m x"], *, chunk: int = 4096) -> Distribution:
@@ -226,7 +226,7 @@ class NeuralProcess(PointModel, Generic[S, M]):
         checks.positive("chunk", chunk)
         self._check(xc, yc, mask, values=False)
         self._afford(xc, xt.shape[1])
-        state = self._condition(self._slices(xc, yc, mask, chunk))
+        state = self._seen(xc, yc, mask, chunk)
         return self.predict(self.read(state), xt, chunk=chunk)
 
     def loss(
@@ -266,6 +266,12 @@ class NeuralProcess(PointModel, Generic[S, M]):
         if m <= chunk:
             return self.decode(memory, xt)
         return filled((self.decode(memory, xt[:, i : i + chunk]) for i in range(0, m, chunk)), m)
+
+    def _seen(self, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> S:
+        """The state of checked points, `chunk` of them at a time."""
+        if x.shape[1] <= chunk:
+            return self._observe(*self._scaled(cleared(x, y, mask)), None)
+        return self._condition(self._slices(x, y, mask, chunk))
 
     def _condition(self, chunks: Iterable[Chunk]) -> S:
         if not self._learns():

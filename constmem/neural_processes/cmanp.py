@@ -91,7 +91,7 @@ class CMANP(NeuralProcess):
     def _observe(
         self, x: Tensor, y: Tensor, mask: Tensor | None, log_weight: Tensor | None
     ) -> AttentionState:
-        points = torch.cat([x, y], -1).to(self.latents.dtype)
+        points = torch.cat([x, y], -1).to(self.dtype)
         return self.stack.observe(points, mask, log_weight, embed=self.embed)
 
     def _chunk(self) -> int:
