@@ -270,7 +270,7 @@ class NeuralProcess(PointModel, Generic[S, M]):
     def _seen(self, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> S:
         """The state of checked points, `chunk` of them at a time."""
         if x.shape[1] <= chunk:
-            return self._observe(*self._scaled(cleared(x, y, mask)), None)
+            return self._merged([self._scaled(cleared(x, y, mask))])
         return self._condition(self._slices(x, y, mask, chunk))
 
     def _condition(self, chunks: Iterable[Chunk]) -> S:
