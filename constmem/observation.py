@@ -76,7 +76,7 @@ class Observation(nn.Module):
         `parameter.data` behind their back: so a sample of their bits is added up each time.
         """
         parameters = [p for p in self._parameters.values() if p is not None]
-        if torch.is_grad_enabled() or parameters[0].device.type != "cpu" or _is_traced():
+        if torch.is_grad_enabled() or parameters[0].device.type != "cpu" or native.traced():
             return self._prepare()
         autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         key = parameters[0].dtype, autocast, [_identity(p) for p in parameters]
@@ -118,8 +118,10 @@ class Observation(nn.Module):
         return AttentionState.observe(prepared.queries, k, v, mask, log_weight)
 
     def chunk(self) -> int:
-        """How many tokens are best observed at a time on a CPU: machine code holds only tiles of them."""
-        return 65_536 if self.slots.dtype == torch.float32 and native.usable() else 4096
+        """How many tokens are best observed at a time: machine code holds only tiles of them."""
+        slots = self.slots
+        plain = torch.is_grad_enabled() or slots.device.type != "cpu" or slots.dtype != torch.float32
+        return 4096 if plain or not native.usable() else 65_536
 
     def _plan(self, prepared: Prepared, data: Tensor, embed: MLP | None) -> native.Plan | None:
         """How machine code observes such data, where there is any, nothing is learned, all is float32."""
@@ -190,7 +192,3 @@ def _stride(p: Tensor) -> int:
 
 def _identity(p: Tensor) -> tuple[int, int]:
     return p.data_ptr(), 0 if p.is_inference() else p._version
-
-
-def _is_traced() -> bool:
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None

@@ -182,8 +182,12 @@ class Watch:
 
 def usable() -> bool:
     """Whether there is machine code, and ordinary tensors to run it on."""
-    traced = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
-    return not traced and library() is not None
+    return not traced() and library() is not None
+
+
+def traced() -> bool:
+    """Whether tensors are symbols of a compiler or of a function transform, not numbers in memory."""
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _require() -> ctypes.CDLL:
