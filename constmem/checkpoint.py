@@ -12,19 +12,21 @@ FILE = "checkpoint.safetensors"
 
 
 def save(
-    folder: Path, *, model: nn.Module, optimiser: torch.optim.Adam, generator: torch.Generator, step: int
+    folder: Path, *, model: nn.Module, optimiser: torch.optim.Optimizer, generator: torch.Generator, step: int
 ) -> None:
     """Write a checkpoint, atomically, over the last one."""
     tensors: dict[str, Tensor] = {f"model.{name}": t for name, t in model.state_dict().items()}
-    for (name, _), parameter in zip(model.named_parameters(), _parameters(optimiser), strict=True):
-        for key, t in optimiser.state[parameter].items():
+    for name, parameter in model.named_parameters():
+        for key, t in optimiser.state.get(parameter, {}).items():
             tensors[f"optimiser.{name}.{key}"] = t
     tensors["generator"] = generator.get_state()
     header = {"format": KIND, "version": str(VERSION), "step": str(step)}
     write_tensors(folder / FILE, tensors, header)
 
 
-def load(folder: Path, *, model: nn.Module, optimiser: torch.optim.Adam, generator: torch.Generator) -> int:
+def load(
+    folder: Path, *, model: nn.Module, optimiser: torch.optim.Optimizer, generator: torch.Generator
+) -> int:
     """Put a checkpoint back in place; returns the number of steps done."""
     tensors, header = read_tensors(folder / FILE, kind=KIND, version=VERSION)
     weights = {k.removeprefix("model."): t for k, t in tensors.items() if k.startswith("model.")}
@@ -32,19 +34,9 @@ def load(folder: Path, *, model: nn.Module, optimiser: torch.optim.Adam, generat
         model.load_state_dict(weights)
     except RuntimeError as error:
         raise ValueError(f"{folder / FILE} is a checkpoint of another model: {error}") from error
-    for (name, _), parameter in zip(model.named_parameters(), _parameters(optimiser), strict=True):
+    for name, parameter in model.named_parameters():
         prefix = f"optimiser.{name}."
         state = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
-        on_device = {k: t if k == "step" and not _capturable(optimiser) else t.to(parameter.device)
-                     for k, t in state.items()}  # fmt: skip
-        optimiser.state[parameter] = on_device
+        optimiser.state[parameter] = {k: t.to(parameter.device) for k, t in state.items()}
     generator.set_state(tensors["generator"])
     return int(header["step"])
-
-
-def _parameters(optimiser: torch.optim.Optimizer) -> list[Tensor]:
-    return [p for group in optimiser.param_groups for p in group["params"]]
-
-
-def _capturable(optimiser: torch.optim.Optimizer) -> bool:
-    return bool(optimiser.defaults.get("capturable") or optimiser.defaults.get("fused"))

@@ -47,6 +47,8 @@ class Observation(nn.Module):
     its own, are folded into one wide projection.
     """
 
+    matrices = ("query", "key_value")  # for the optimiser: linear maps, not tables of vectors
+
     def __init__(self, *, dim: int, depth: int, num_slots: int, num_heads: int) -> None:
         super().__init__()
         check_heads(dim, num_heads)

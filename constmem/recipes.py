@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 Precision = Literal["float32", "tf32", "bf16"]
 Sampling = Literal["reference", "static", "ragged"]
+Optimiser = Literal["muon", "adam"]
 Augment = Literal["none", "mirror", "turn"]
 
 
@@ -21,8 +22,9 @@ class Recipe:
 
     Attributes:
         steps, batch: how many steps of how many tasks (or event sequences).
-        lr, warmup, weight_decay, clip: Adam's rate after a linear warm-up, before a cosine to zero; L2
-            penalty; largest gradient norm (0: no clipping).
+        optimiser: "muon" (orthogonalised momentum for matrices, Adam for the rest) or "adam".
+        lr, warmup, weight_decay, clip: its rate after a linear warm-up, before a cosine to zero; weight
+            decay (Adam's: an L2 penalty); largest gradient norm (0: no clipping).
         precision: arithmetic on a GPU; a CPU always computes in float32.
         validate_every: steps between validations; the best weights by validation are those kept.
         sampling: "reference" (one context size a batch) or "static" (one for each task, by masks) for
@@ -40,7 +42,8 @@ class Recipe:
 
     steps: int = 16_000
     batch: int = 192
-    lr: float = 1.5e-3
+    optimiser: Optimiser = "muon"
+    lr: float = 2e-3
     warmup: int = 500
     weight_decay: float = 0.0
     clip: float = 1.0
@@ -120,7 +123,7 @@ def recipe(dataset: str, model: str, name: str = "improved") -> Recipe:
     ]
     if name == "faithful":
         return Recipe(
-            steps=steps, batch=batch, lr=5e-4, warmup=0, clip=0.0, precision="tf32",
+            steps=steps, batch=batch, optimiser="adam", lr=5e-4, warmup=0, clip=0.0, precision="tf32",
             sampling="reference", max_points=max_points, model=settings,
         )  # fmt: skip
     shape = {

@@ -21,6 +21,7 @@ from constmem.data import Table
 from constmem.files import write_text
 from constmem.log import Log
 from constmem.model import Model
+from constmem.optimiser import Muon
 from constmem.progress import progress
 from constmem.recipes import Recipe, known
 from constmem.sources import Source, open_source
@@ -147,9 +148,11 @@ def _rate(recipe: Recipe, step: int) -> float:
     return recipe.lr * 0.5 * (1 + math.cos(math.pi * share))
 
 
-def _optimiser(model: Model, recipe: Recipe, where: torch.device) -> torch.optim.Adam:
+def _optimiser(model: Model, recipe: Recipe, where: torch.device) -> torch.optim.Optimizer:
     on_gpu = where.type == "cuda"
     lr: Any = torch.tensor(recipe.lr, device=where) if on_gpu else recipe.lr
+    if recipe.optimiser == "muon":
+        return Muon(model, lr=lr, weight_decay=recipe.weight_decay)
     parameters = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.Adam(
         parameters, lr=lr, weight_decay=recipe.weight_decay, fused=on_gpu, capturable=on_gpu
@@ -159,7 +162,7 @@ def _optimiser(model: Model, recipe: Recipe, where: torch.device) -> torch.optim
 def _stepper(
     recipe: Recipe,
     model: Any,
-    optimiser: torch.optim.Adam,
+    optimiser: torch.optim.Optimizer,
     source: Source[Any],
     generator: torch.Generator,
     *,
@@ -199,7 +202,7 @@ def _stepper(
 def _captured(
     at_rate: Callable[[float], Tensor],
     step: Callable[[], Tensor],
-    optimiser: torch.optim.Adam,
+    optimiser: torch.optim.Optimizer,
     generator: torch.Generator,
 ) -> Callable[[float], Tensor]:
     """Capture the step in a CUDA graph once it is warm: one launch a step from then on."""

@@ -1,0 +1,138 @@
+"""Muon: steps of even size in every direction for matrices, and Adam for all the rest.
+
+The momentum G of a weight matrix is replaced by the orthogonal matrix nearest to it, U V' of G = U S V'.
+What few directions the gradients agree on no longer drowns the others: here that halves the steps a model
+needs, and more. (K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; steps
+scaled to the size of Adam's as in J. Liu et al., "Muon is scalable for LLM training", 2025.)
+"""
+
+from collections.abc import Sequence
+from math import sqrt
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.optim.adam import adam
+
+QUINTIC = 3.4445, -4.7750, 2.0315  # s -> a s + b s^3 + c s^5 draws singular values s in (0, 1] towards 1
+LEAST = 16  # sides of a matrix that counts as one: maps from or to a few channels are left to Adam
+SIZE = 0.2  # root mean square of a matrix's step at rate 1, about what Adam's is
+
+
+class Muon(torch.optim.Optimizer):
+    """Orthogonalised momentum (Nesterov's) for the matrices of a model, Adam for its other parameters.
+
+    Matrices are the weights of linear layers, and those that a module's attribute `matrices` names; one with
+    more than two axes is a stack of them. All of one shape are made orthogonal together.
+
+    Args:
+        model: whose parameters are trained.
+        lr: the rate, for all of them; a tensor where steps are captured in a graph.
+        weight_decay: share of a parameter taken away at every step, times the rate.
+
+    Example:
+        >>> layer = nn.Linear(32, 32, bias=False)
+        >>> optimiser = Muon(layer, lr=0.1)
+        >>> layer.weight.grad = torch.outer(torch.ones(32), torch.ones(32)) + 0.1 * torch.eye(32)
+        >>> before = layer.weight.detach().clone()
+        >>> optimiser.step()
+        >>> step = (before - layer.weight.detach()) / (0.1 * 0.2 * 32**0.5)
+        >>> bool((torch.linalg.svdvals(step) - 1).abs().max() < 0.35)
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lr: float | Tensor,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        matrices = _matrices(model)
+        chosen = {id(p) for p in matrices}
+        others = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
+        groups = [{"params": matrices, "matrices": True}, {"params": others, "matrices": False}]
+        defaults = {
+            "lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay
+        }  # fmt: skip
+        super().__init__([group for group in groups if group["params"]], defaults)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step of every parameter that has a gradient."""
+        if closure is not None:
+            raise ValueError("Muon takes no closure: compute the gradients before the step")
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            if group["weight_decay"]:
+                torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            (self._matrix_step if group["matrices"] else self._adam_step)(group, parameters)
+
+    def _matrix_step(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        grads = _grads(parameters)
+        moments = self._states(parameters, "momentum")
+        torch._foreach_lerp_(moments, grads, 1 - group["momentum"])
+        ahead = torch._foreach_lerp(grads, moments, group["momentum"])
+        steps = [torch.empty(0)] * len(parameters)
+        for shape in dict.fromkeys(p.shape[-2:] for p in parameters):
+            same = [i for i, p in enumerate(parameters) if p.shape[-2:] == shape]
+            stacked = torch.cat([ahead[i].reshape(-1, *shape) for i in same])
+            made = orthogonal(stacked) * (-SIZE * sqrt(max(shape)))
+            parts = made.split([parameters[i].numel() // shape.numel() for i in same])
+            for i, part in zip(same, parts, strict=True):
+                steps[i] = part.view(parameters[i].shape)
+        torch._foreach_mul_(steps, group["lr"])
+        torch._foreach_add_(parameters, steps)
+
+    def _adam_step(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        on_gpu = parameters[0].device.type == "cuda"
+        beta1, beta2 = group["betas"]
+        adam(
+            parameters, _grads(parameters), self._states(parameters, "exp_avg"),
+            self._states(parameters, "exp_avg_sq"), [], self._counts(parameters), fused=on_gpu,
+            capturable=on_gpu, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=0.0,
+            eps=group["eps"], maximize=False,
+        )  # fmt: skip
+
+    def _states(self, parameters: Sequence[Tensor], name: str) -> list[Tensor]:
+        return [self.state[p].setdefault(name, torch.zeros_like(p)) for p in parameters]
+
+    def _counts(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        for p in parameters:
+            if "step" not in self.state[p]:
+                self.state[p]["step"] = torch.zeros((), device=p.device if p.is_cuda else "cpu")
+        return [self.state[p]["step"] for p in parameters]
+
+
+def orthogonal(matrices: Float[Tensor, "n o i"], *, rounds: int = 5) -> Float[Tensor, "n o i"]:
+    """Each matrix with its singular values drawn near one (0.7 to 1.2), by a polynomial's iteration."""
+    a, b, c = QUINTIC
+    x = matrices.to(torch.bfloat16) if matrices.is_cuda else matrices
+    tall = x.shape[-2] > x.shape[-1]
+    if tall:
+        x = x.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(rounds):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    out: Tensor = (x.mT if tall else x).to(matrices.dtype)
+    return out
+
+
+def _grads(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def _matrices(model: nn.Module) -> list[nn.Parameter]:
+    found = []
+    for module in model.modules():
+        names = ("weight",) if isinstance(module, nn.Linear) else getattr(module, "matrices", ())
+        parameters = [module._parameters[name] for name in names]
+        found += [p for p in parameters if p is not None and p.requires_grad and min(p.shape[-2:]) >= LEAST]
+    return list(dict.fromkeys(found))
