@@ -2,8 +2,9 @@
 
 `faithful` is the paper's protocol: Adam at 5e-4 with a cosine to zero, batches of 100 (50 and 25 for
 larger faces, 16 for Gaussian processes), one context size a batch. `improved` is ours, and is given to
-every model alike: larger batches, a warm-up, clipping, a context size drawn for every task, and
-images seen mirrored and turned (but for the CNP family on EMNIST, which has not the capacity for it).
+every model alike: Muon instead of Adam, larger batches, a warm-up, clipping, a context size drawn for
+every task, and images seen mirrored and turned (but for the CNP family on EMNIST, which has not the
+capacity for it).
 """
 
 import difflib
