@@ -35,7 +35,7 @@ class Source(Generic[B]):
         validation: the same held-out batches every time.
         tests: names of test sets, each a function to their fixed batches.
         statement: what the data are.
-        loss: calls a model's loss (compiled or not) on a batch, with a generator.
+        loss: a model's loss of a batch, by the function given (compiled or not); the generator draws.
         score: the summed log-likelihood of a batch, and of how many points or events.
         prepare: what a new model has to know of the training data.
     """
@@ -44,7 +44,7 @@ class Source(Generic[B]):
     validation: Callable[[], Iterator[B]]
     tests: dict[str, Callable[[], Iterator[B]]]
     statement: str
-    loss: Callable[[Callable[..., Tensor], B, torch.Generator], Tensor]
+    loss: Callable[[Any, Callable[..., Tensor], B, torch.Generator], Tensor]
     score: Callable[[Any, B], tuple[float, int]]
     prepare: Callable[[Any], None] = lambda _: None
 
@@ -69,10 +69,11 @@ def open_source(
     return _images(dataset, recipe, data_dir, device)
 
 
-def _task_loss(loss_of: Callable[..., Tensor], task: Task, generator: torch.Generator) -> Tensor:
-    return loss_of(
-        task.xc, task.yc, task.xt, task.yt, mask_c=task.mask_c, mask_t=task.mask_t, generator=generator
-    )
+def _task_loss(
+    model: NeuralProcess, loss_of: Callable[..., Tensor], task: Task, generator: torch.Generator
+) -> Tensor:
+    noise = model.loss_noise(task.xc, generator=generator)  # out here: no generator can be compiled
+    return loss_of(task.xc, task.yc, task.xt, task.yt, mask_c=task.mask_c, mask_t=task.mask_t, noise=noise)
 
 
 def _task_score(model: NeuralProcess, task: Task) -> tuple[float, int]:
@@ -140,7 +141,7 @@ def _event_source(
     training: Events,
     recipe: Recipe,
 ) -> Source[Events]:
-    def loss(loss_of: Callable[..., Tensor], events: Events, generator: torch.Generator) -> Tensor:
+    def loss(_: Any, loss_of: Callable[..., Tensor], events: Events, generator: torch.Generator) -> Tensor:
         return loss_of(events, reads=recipe.reads, generator=generator)
 
     def prepare(model: PointProcess) -> None:

@@ -178,7 +178,7 @@ def _stepper(
     def step() -> Tensor:
         batch = source.sample(generator)
         with torch.autocast(where.type, dtype=torch.bfloat16, enabled=half, cache_enabled=False):
-            loss = source.loss(loss_of, batch, generator)
+            loss = source.loss(model, loss_of, batch, generator)
         optimiser.zero_grad()
         loss.backward()
         if recipe.clip > 0:

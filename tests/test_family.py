@@ -148,15 +148,30 @@ def test_a_few_steps_make_the_loss_smaller(model: NeuralProcess) -> None:
 
 
 @pytest.mark.compiles
-def test_the_loss_is_one_graph_without_looking_at_data(model: NeuralProcess) -> None:
+def test_the_loss_and_its_gradient_compile_to_one_graph_and_stay_the_same(model: NeuralProcess) -> None:
     x, y, xt, yt = data()
-    masks = {"mask_c": ragged(11, [5, 11]), "mask_t": ragged(6, [6, 2])}
+    mask = ragged(11, [5, 11])
+    noise = model.loss_noise(x, generator=torch.Generator().manual_seed(4))
+    expected = model.loss(x, y, xt, yt, mask_c=mask, generator=torch.Generator().manual_seed(4))
+    expected.backward()
+    wanted = [p.grad for p in model.parameters()]
+    model.zero_grad()
     torch.compiler.reset()
-    compiled = torch.compile(model.loss, backend="eager", fullgraph=True)
-    torch.manual_seed(0)
-    found = compiled(x, y, xt, yt, **masks)
-    torch.manual_seed(0)
-    torch.testing.assert_close(found, model.loss(x, y, xt, yt, **masks))
+    compiled = torch.compile(model.loss, backend="aot_eager", fullgraph=True)
+    found = compiled(x, y, xt, yt, mask_c=mask, noise=noise)
+    found.backward()
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+    for p, want in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p.grad, want, atol=1e-10, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_models_that_draw_samples_are_told_what_to_draw_by_a_generator(name: str) -> None:
+    model, points = small(name).requires_grad_(False), data()
+    one, same, other = (model.loss(*points, generator=torch.Generator().manual_seed(s)) for s in (4, 4, 5))
+    assert one == same != other
+    torch.manual_seed(4)
+    assert model.loss(*points) == one  # PyTorch's own where none is given
 
 
 def test_a_stream_runs_on_every_model(model: NeuralProcess) -> None:

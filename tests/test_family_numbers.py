@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from constmem.attention import CrossAttention, FeedForward, SelfAttention
 from constmem.heads import SampleMixture
 from constmem.neural_processes import ANP, BNP, CNP, MODELS, NP, TNPD
-from constmem.neural_processes.bootstrap import drawn, ordered
 from constmem.neural_processes.encoders import PostNormAttention
+from constmem.neural_processes.resampling import drawn, ordered
 
 # Mixtures
 
@@ -107,13 +107,15 @@ def test_the_bound_of_latent_models_is_the_slow_one(name: str) -> None:
 
 
 def test_draws_are_of_real_points_only_and_even() -> None:
-    mask = torch.tensor([[True] * 5 + [False] * 3, [False] * 8, [True] * 8])
-    draws = drawn(torch.rand(2, 3, 6000, 8), torch.zeros(3, 8, 1), mask)
-    assert draws[:, 0].max() == 4
-    assert draws[:, 1].max() == 0
-    for row, count in ((0, 5), (2, 8)):
-        share = torch.bincount(draws[:, row].flatten(), minlength=count) / draws[:, row].numel()
-        torch.testing.assert_close(share, torch.full((count,), 1 / count), atol=0.01, rtol=0)
+    scattered = [False, True, False, True, True, False, False, True]
+    mask = torch.tensor([[True] * 5 + [False] * 3, [False] * 8, [True] * 8, scattered])
+    draws = drawn(torch.rand(2, 4, 6000, 8), torch.zeros(4, 8, 1), mask)
+    for row in (0, 2, 3):
+        share = torch.bincount(draws[:, row].flatten(), minlength=8) / draws[:, row].numel()
+        torch.testing.assert_close(share, mask[row] / mask[row].sum(), atol=0.01, rtol=0)
+    assert draws[:, 1].max() < 8  # of nothing anything may be drawn, but what is there
+    for without in (None, torch.ones(3, 0, dtype=torch.bool)):
+        assert drawn(torch.rand(2, 3, 4, 0), torch.zeros(3, 0, 1), without).shape == (2, 3, 4, 0)
 
 
 def test_points_are_ordered_by_what_they_are() -> None:

@@ -93,8 +93,17 @@ class NeuralProcess(PointModel, Generic[S, M]):
         """The state of several chunks while learning: here as ever, keeping all a gradient needs."""
         return self._merged(chunks)
 
-    def _loss(self, context: Chunk, targets: Chunk, generator: torch.Generator | None) -> Tensor:  # noqa: ARG002
-        """The loss of checked and cleared points in the model's units, drawing samples by the generator."""
+    def loss_noise(
+        self,
+        xc: Float[Tensor, "b n x"],
+        *,
+        generator: torch.Generator | None = None,  # noqa: ARG002
+    ) -> Tensor:
+        """The random numbers that a loss given this context takes: none of them in most models."""
+        return xc.new_empty(0)
+
+    def _loss(self, context: Chunk, targets: Chunk, noise: Tensor) -> Tensor:  # noqa: ARG002
+        """The loss of checked and cleared points in the model's units: a function of nothing else."""
         x, y, mask = targets
         state = self._condition(slices(*context, 4096))
         log_prob = self.distribution(*self._decoded(self.read(state), x, 4096)).log_prob(y)
@@ -239,15 +248,18 @@ class NeuralProcess(PointModel, Generic[S, M]):
         mask_c: Tensor | None = None,
         mask_t: Tensor | None = None,
         generator: torch.Generator | None = None,
+        noise: Tensor | None = None,
     ) -> Float[Tensor, ""]:
         """What training makes small: minus the mean log-likelihood of a point, or the model's bound on it.
 
-        Where a model has scales it is in their units: off by a constant that no gradient sees.
+        Where a model has scales it is in their units: off by a constant that no gradient sees. Compiled, it
+        is one graph, but a generator cannot be part of one: draw `loss_noise` before, and hand it in.
 
         Args:
             xc, yc, mask_c: the context, and which of it is real; what is masked out may hold anything.
             xt, yt, mask_t: the targets, likewise.
             generator: for models that draw samples; PyTorch's own if None.
+            noise: what `loss_noise` has drawn already, instead of a generator.
         """
         for x, y, mask in ((xc, yc, mask_c), (xt, yt, mask_t)):
             self._check(x, y, mask, values=False)
@@ -256,7 +268,9 @@ class NeuralProcess(PointModel, Generic[S, M]):
             raise ValueError(f"{here}: they must be the same")
         self._afford(xc, xt.shape[1])
         context, targets = cleared(xc, yc, mask_c), cleared(xt, yt, mask_t)
-        return self._loss(self._scaled(context), self._scaled(targets), generator)
+        if noise is None:
+            noise = self.loss_noise(xc, generator=generator)
+        return self._loss(self._scaled(context), self._scaled(targets), noise)
 
     # Inside
 

@@ -9,11 +9,11 @@ from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from constmem.algebra import accumulator, bias_of
+from constmem.algebra import bias_of
 from constmem.checks import positive
 from constmem.fold import Chunk
 from constmem.heads import AnyStd, SampleMixture, logmeanexp, normal
@@ -26,10 +26,11 @@ from constmem.neural_processes.encoders import (
     AttentiveEncoder,
     PointDecoder,
     PoolingPair,
-    flat_linear,
+    linear_in_parts,
     paired,
     pool,
 )
+from constmem.neural_processes.resampling import drawn, ordered, picked, repeated
 from constmem.neural_processes.stored import StoredPoints, StoringProcess
 
 
@@ -64,8 +65,8 @@ class BootstrapProcess(StoringProcess[M]):
         """What predictions need of sets of points."""
 
     @abstractmethod
-    def _represent(self, memory: M, xt: Float[Tensor, "*#b m x"]) -> Float[Tensor, "*b #m r"]:
-        """What sets of points say about each target, or about all of them."""
+    def _represent(self, memory: M, xt: Float[Tensor, "*#b m x"]) -> tuple[Float[Tensor, "*b #m _"], ...]:
+        """What sets of points say about each target, or about all of them, in as many parts as there are."""
 
     def read(self, state: StoredPoints, *, generator: torch.Generator | None = None) -> M:
         """The data and their bootstrap versions, encoded; a generator draws others than the model's own."""
@@ -73,7 +74,7 @@ class BootstrapProcess(StoringProcess[M]):
         points = self._points(state)
         shape = points[0].shape[1], 2, self.num_samples  # points first: more of them change no draw before
         uniforms = torch.rand(shape, generator=generator, device=generator.device).to(self.device)
-        return self._versions(points, uniforms.permute(1, 2, 0)[:, None])
+        return self._versions(ordered(*points), uniforms.permute(1, 2, 0)[:, None])
 
     def decode(
         self, memory: M, xt: Float[Tensor, "b m x"]
@@ -84,23 +85,27 @@ class BootstrapProcess(StoringProcess[M]):
     def distribution(self, mean: Tensor, std: Tensor) -> Distribution:
         return SampleMixture(mean, std)
 
-    def _loss(self, context: Chunk, targets: Chunk, generator: torch.Generator | None) -> Tensor:
+    def loss_noise(
+        self, xc: Float[Tensor, "b n x"], *, generator: torch.Generator | None = None
+    ) -> Float[Tensor, "2 b k n"]:
+        shape = 2, xc.shape[0], self.num_train_samples, xc.shape[1]
+        return torch.rand(shape, generator=generator, device=xc.device)
+
+    def _loss(self, context: Chunk, targets: Chunk, noise: Float[Tensor, "2 b k n"]) -> Tensor:
         x, y, mask = joined(context, targets)
         xc, yc, mask_c = context
-        shape = 2, xc.shape[0], self.num_train_samples, xc.shape[1]
-        uniforms = torch.rand(shape, generator=generator, device=xc.device)
-        memory = self._versions((xc.to(self.dtype), yc.to(self.dtype), mask_c), uniforms)
+        memory = self._versions((xc.to(self.dtype), yc.to(self.dtype), mask_c), noise)
         predicted = normal(*self._decode_versions(memory, x.to(self.dtype)))
         points = predicted.log_prob(y[:, :, None]).sum(-1)  # (b, m, 1 + k)
         return -mean_of_real(points[..., 0] + logmeanexp(points[..., 1:]), mask)
 
     def _versions(self, points: Chunk, uniforms: Float[Tensor, "2 #b k n"]) -> M:
         """Encode the data as they are, and behind them k rebuilt versions."""
-        x, y, mask = ordered(*points)
+        x, y, mask = points
         k = uniforms.shape[2]
         rebuilt = self.bootstrap(x, y, mask, uniforms)
         ys = torch.cat([y[:, None], rebuilt.to(y.dtype)], 1)
-        return self._encode(x[:, None], ys, None if mask is None else _repeated(mask, k + 1))
+        return self._encode(x[:, None], ys, None if mask is None else repeated(mask, k + 1))
 
     @torch.no_grad()
     def bootstrap(
@@ -110,18 +115,18 @@ class BootstrapProcess(StoringProcess[M]):
         mask: Bool[Tensor, "b n"] | None,
         uniforms: Float[Tensor, "2 #b k n"],
     ) -> Float[Tensor, "b k n y"]:
-        """Outputs as they might have been; real points must come first, as `ordered` puts them.
+        """Outputs as they might have been.
 
         Args:
             uniforms: numbers in [0, 1) that choose the points drawn, and the residuals drawn.
         """
         k = uniforms.shape[2]
         draws = drawn(uniforms, x, mask)
-        masks = None if mask is None else _repeated(mask, k)
-        some_x, some_y = (_picked(_repeated(points, k), draws[0]) for points in (x, y))
+        masks = None if mask is None else repeated(mask, k)
+        some_x, some_y = (picked(repeated(points, k), draws[0]) for points in (x, y))
         seen = self._represent(self._encode(some_x, some_y, masks), x[:, None])
-        mean, std = self.decoder(x[:, None], seen)
-        residuals = _picked((y[:, None] - mean) / std, draws[1])
+        mean, std = self.decoder(x[:, None], *seen)
+        residuals = picked((y[:, None] - mean) / std, draws[1])
         centre, _ = pool(residuals, bias_of(masks, None, torch.float32))
         rebuilt: Tensor = mean + std * (residuals - centre[..., None, :])
         return rebuilt
@@ -130,11 +135,13 @@ class BootstrapProcess(StoringProcess[M]):
         self, memory: M, xt: Float[Tensor, "b m x"]
     ) -> tuple[Float[Tensor, "b m v y"], Float[Tensor, "b m v y"]]:
         """Predictions given the data alone, and behind them those given each version beside the data."""
-        seen = self._represent(memory, xt[:, None]).transpose(1, 2)  # (b, 1 or m, 1 + k, 2 d)
-        extra = flat_linear(seen[:, :, 1:], self.adapt.weight)
-        extra = torch.cat([torch.zeros_like(extra[:, :, :1]), extra], 2)
-        mean, std = self.decoder(xt[:, :, None], seen[:, :, :1], extra=extra)
-        return mean, std
+        xt = xt[:, None]
+        parts = self._represent(memory, xt)  # (b, 1 + k, 1 or m, d) each
+        alone, versions = zip(*(part.split([1, part.shape[1] - 1], 1) for part in parts), strict=True)
+        hidden = self.decoder.hidden(xt, *alone)
+        both = torch.cat([hidden, hidden + linear_in_parts(versions, self.adapt.weight)], 1)
+        mean, std = self.decoder.predict(both)
+        return mean.transpose(1, 2), std.transpose(1, 2)
 
 
 class BNP(BootstrapProcess[Tensor]):
@@ -196,8 +203,12 @@ class BNP(BootstrapProcess[Tensor]):
     def _encode(self, x: Tensor, y: Tensor, mask: Tensor | None) -> Float[Tensor, "*b r"]:
         return self.encoder(paired(x, y), mask)  # type: ignore[no-any-return]
 
-    def _represent(self, memory: Float[Tensor, "*b r"], xt: Tensor) -> Float[Tensor, "*b 1 r"]:  # noqa: ARG002
-        return memory[..., None, :]
+    def _represent(
+        self,
+        memory: Float[Tensor, "*b r"],
+        xt: Tensor,  # noqa: ARG002
+    ) -> tuple[Float[Tensor, "*b 1 r"]]:
+        return (memory[..., None, :],)
 
 
 class BANP(BootstrapProcess[Attended]):
@@ -264,36 +275,6 @@ class BANP(BootstrapProcess[Attended]):
     def _encode(self, x: Tensor, y: Tensor, mask: Tensor | None) -> Attended:
         return self.encoder.encode(x, y, mask)
 
-    def _represent(self, memory: Attended, xt: Tensor) -> Float[Tensor, "*b m r"]:
-        out: Tensor = self.encoder(memory, xt)
-        return out
-
-
-def ordered(x: Tensor, y: Tensor, mask: Tensor | None) -> Chunk:
-    """The points in an order that depends on what they are, not on how they came; real ones first."""
-    points = torch.cat([x, y], -1).to(accumulator(x.device))
-    weights = torch.arange(2, points.shape[-1] + 2, dtype=points.dtype, device=points.device).sqrt()
-    key = (points * weights).sum(-1)  # no two different points in practice have the same
-    if mask is not None:
-        key = key.masked_fill(~mask, float("inf"))
-    order = key.argsort(dim=-1, stable=True)
-    x, y = (t.gather(1, order[..., None].expand_as(t)) for t in (x, y))
-    return x, y, None if mask is None else mask.gather(1, order)
-
-
-def drawn(
-    uniforms: Float[Tensor, "2 #b k n"], x: Float[Tensor, "b n x"], mask: Tensor | None
-) -> Int[Tensor, "2 b k n"]:
-    """Indices of points drawn with replacement from the real ones, which come first."""
-    b, n = x.shape[:2]
-    count = torch.full((b,), n, device=x.device) if mask is None else mask.sum(-1)
-    indices = (uniforms * (count := count[:, None, None])).long()
-    return torch.minimum(indices, count - 1).clamp_min(0)
-
-
-def _picked(points: Float[Tensor, "b k n p"], draws: Int[Tensor, "b k n"]) -> Float[Tensor, "b k n p"]:
-    return points.gather(2, draws[..., None].expand(-1, -1, -1, points.shape[-1]))
-
-
-def _repeated(points: Tensor, k: int) -> Tensor:
-    return points[:, None].expand(points.shape[0], k, *points.shape[1:])
+    def _represent(self, memory: Attended, xt: Tensor) -> tuple[Tensor, Tensor]:
+        attended, pooled = self.encoder(memory, xt)
+        return attended, pooled

@@ -86,8 +86,8 @@ class CNP(NeuralProcess[AttentionState, Tensor]):
         mean, std = self.decoder(xt.to(self.dtype), memory[:, None])
         return mean, std
 
-    def _loss(self, context: Chunk, targets: Chunk, generator: torch.Generator | None) -> Tensor:
-        return super()._loss(context, joined(context, targets), generator)
+    def _loss(self, context: Chunk, targets: Chunk, noise: Tensor) -> Tensor:
+        return super()._loss(context, joined(context, targets), noise)
 
 
 class CANP(StoringProcess[Attended]):
@@ -152,8 +152,8 @@ class CANP(StoringProcess[Attended]):
         self, memory: Attended, xt: Float[Tensor, "b m x"]
     ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
         xt = xt.to(self.dtype)
-        mean, std = self.decoder(xt, self.encoder(memory, xt))
+        mean, std = self.decoder(xt, *self.encoder(memory, xt))
         return mean, std
 
-    def _loss(self, context: Chunk, targets: Chunk, generator: torch.Generator | None) -> Tensor:
-        return super()._loss(context, joined(context, targets), generator)
+    def _loss(self, context: Chunk, targets: Chunk, noise: Tensor) -> Tensor:
+        return super()._loss(context, joined(context, targets), noise)

@@ -3,6 +3,7 @@
 All modules take any number of axes `*b` before the points: tasks, and samples of tasks.
 """
 
+from collections.abc import Sequence
 from math import log, sqrt
 from typing import Any, NamedTuple
 
@@ -225,10 +226,11 @@ class AttentiveEncoder(nn.Module):
         out: Tensor = self.attention(self.keys(xt), *context)
         return out
 
-    def forward(self, memory: Attended, xt: Float[Tensor, "*#b m x"]) -> Float[Tensor, "*b m r"]:
+    def forward(
+        self, memory: Attended, xt: Float[Tensor, "*#b m x"]
+    ) -> tuple[Float[Tensor, "*b m d"], Float[Tensor, "*b 1 o"]]:
         """What each target reads from the points, and the vector for all of them."""
-        seen = self.attend(memory.context, xt)
-        return torch.cat([seen, memory.pooled[..., None, :].expand(*seen.shape[:-1], -1)], -1)
+        return self.attend(memory.context, xt), memory.pooled[..., None, :]
 
 
 class PointDecoder(nn.Module):
@@ -248,30 +250,36 @@ class PointDecoder(nn.Module):
         self.rest = MLP(dim_in=dim, dim_hidden=dim, dim_out=2 * dim_y, depth=depth - 1)
 
     def forward(
-        self, xt: Float[Tensor, "*#b x"], *parts: Float[Tensor, "*#b _"], extra: Tensor | None = None
+        self, xt: Float[Tensor, "*#b x"], *parts: Float[Tensor, "*#b _"]
     ) -> tuple[Float[Tensor, "*b y"], Float[Tensor, "*b y"]]:
-        """Inputs are broadcast against each other only behind the first layer, which is linear in each.
+        """Mean and standard deviation from what was encoded, in as many parts as there are."""
+        return self.predict(self.hidden(xt, *parts))
 
-        Args:
-            parts: what was encoded, in as many tensors as there are.
-            extra: added to what the first layer gives.
-        """
-        widths = [t.shape[-1] for t in (xt, *parts)]
-        weights = self.first.weight.split(widths, 1)
-        hidden = flat_linear(xt, weights[0], self.first.bias)
-        for part, weight in zip(parts, weights[1:], strict=True):
-            hidden = hidden + flat_linear(part, weight)
-        if extra is not None:
-            hidden = hidden + extra
+    def hidden(self, xt: Float[Tensor, "*#b x"], *parts: Float[Tensor, "*#b _"]) -> Float[Tensor, "*b d"]:
+        """What the first layer gives."""
+        return linear_in_parts((xt, *parts), self.first.weight, self.first.bias)
+
+    def predict(self, hidden: Float[Tensor, "*b d"]) -> tuple[Float[Tensor, "*b y"], Float[Tensor, "*b y"]]:
+        """What follows on the first layer."""
         mean, raw = self.rest(F.relu(hidden)).chunk(2, -1)
         return mean, std_of(raw, self.std)
 
 
-def flat_linear(
-    x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"], bias: Tensor | None = None
+def linear_in_parts(
+    parts: Sequence[Float[Tensor, "*#b _"]], weight: Float[Tensor, "o i"], bias: Tensor | None = None
 ) -> Float[Tensor, "*b o"]:
-    """A linear map as one product of matrices, whatever the strides of x: the same to the last digit."""
-    return F.linear(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], weight.shape[0])
+    """A linear map of parts side by side, which are broadcast against each other only behind it.
+
+    Each is one product of matrices, whatever its strides: the same to the last digit.
+    """
+    weights = weight.split([part.shape[-1] for part in parts], 1)
+    total: Tensor | None = None
+    for part, own in zip(parts, weights, strict=True):
+        flat = F.linear(part.flatten(0, -2), own, bias if total is None else None)
+        term = flat.view(*part.shape[:-1], weight.shape[0])
+        total = term if total is None else total + term
+    assert total is not None
+    return total
 
 
 def _dtype(module: nn.Module) -> torch.dtype:

@@ -98,13 +98,17 @@ class LatentProcess(NeuralProcess[S, Sampled]):
     def distribution(self, mean: Tensor, std: Tensor) -> Distribution:
         return SampleMixture(mean, std)
 
-    def _loss(self, context: Chunk, targets: Chunk, generator: torch.Generator | None) -> Tensor:
+    def loss_noise(
+        self, xc: Float[Tensor, "b n x"], *, generator: torch.Generator | None = None
+    ) -> Float[Tensor, "b k z"]:
+        shape = xc.shape[0], self.num_train_samples, self.noise.shape[-1]
+        return torch.randn(shape, generator=generator, device=xc.device)
+
+    def _loss(self, context: Chunk, targets: Chunk, noise: Float[Tensor, "b k z"]) -> Tensor:
         x, y, mask = joined(context, targets)
         state = self._condition(slices(*context, 4096))
         prior = self.latent(state)
         posterior = self.latent(state.merge(self._observe(*targets, None)))
-        shape = x.shape[0], self.num_train_samples, self.noise.shape[-1]
-        noise = torch.randn(shape, generator=generator, device=x.device)
         z = posterior.mean + posterior.stddev * noise
         predicted = normal(*self.decode(Sampled(z.to(self.dtype), self._context(state)), x))
         points = predicted.log_prob(y[:, :, None]).sum(-1)  # (b, m, k)
