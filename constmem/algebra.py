@@ -126,17 +126,24 @@ def prefixes(
 ) -> tuple[Float[Tensor, "b t h s c"], Float[Tensor, "b t h s"]]:
     """Softmaxes over every prefix of a few points, by masking; drift counts from its last point."""
     logits = reference.scores(q, k, bias)[..., None, :]  # (b, h, s, 1, t)
-    t = logits.shape[-1]
-    past = torch.ones(t, t, dtype=torch.bool, device=logits.device).tril()
     if drift is not None:
         rates, clock = drift
         ago = (clock[:, None, :] - clock[:, :, None]).clamp_max(0.0).to(logits.dtype)  # (b, t, t)
         logits = logits + rates[:, :, None, None].to(logits.dtype) * ago[:, None, None]
+    value, lse = _masked(logits, v.to(logits.dtype))
+    if bias is not None:
+        value, lse = settle(value, lse)
+    return value.permute(0, 3, 1, 2, 4), lse.permute(0, 3, 1, 2)
+
+
+def _masked(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmaxes over all prefixes of points (b, h, t, c), from logits (b, h, s, 1 or t, t)."""
+    t = logits.shape[-1]
+    past = torch.ones(t, t, dtype=torch.bool, device=logits.device).tril()
     logits = torch.where(past, logits, EMPTY)  # (b, h, s, t, t)
     lse = logits.logsumexp(-1)
-    value = (logits - lse[..., None]).exp() @ v[:, :, None].to(logits.dtype)  # (b, h, s, t, c)
-    value, lse = settle(value, lse)
-    return value.permute(0, 3, 1, 2, 4), lse.permute(0, 3, 1, 2)
+    shares = (logits - lse[..., None]).exp()
+    return (shares.flatten(2, 3) @ v).unflatten(2, lse.shape[2:]), lse
 
 
 def scan(
@@ -152,9 +159,87 @@ def scan(
 ) -> tuple[Tensor, ...]:
     """Value and lse of all prefixes in float64, or `paired`: with what float32 could not hold of both.
 
-    Prefixes inside a chunk are masked softmaxes; what came before arrives as one carried state. Drift,
-    (rates, clock) of shapes (h, s) and (b, n), adds rates * clock to the scores.
+    Prefixes inside chunks are masked softmaxes, of all chunks at once; what came before each chunk is a
+    prefix of the chunks' last states, found the same way. Pairs are carried from chunk to chunk instead.
+    Drift, (rates, clock) of shapes (h, s) and (b, n), adds rates * clock to the scores.
     """
+    if paired:
+        return _scan_pairs(q, k, v, bias, carry, drift, chunk=chunk)
+    b, n = k.shape[0], k.shape[-2]
+    t = min(chunk, n)
+    k, v = (_cut(x, -2, t).transpose(1, 2).flatten(0, 1) for x in (k, v))  # (b m, h, t, c)
+    within = None if bias is None else _cut(bias, -1, t).flatten(0, 1)
+    ago = None if drift is None else (drift[0], _cut(drift[1], -1, t).flatten(0, 1))
+    value, lse = _counted(q, k, v, within, ago)
+    value, lse = value.unflatten(0, (b, -1)), lse.unflatten(0, (b, -1))  # (b, m, t, h, s, c)
+    value, lse = _carried(value, lse, carry)
+    return value[:, :n], lse[:, :n]
+
+
+def _cut(x: Tensor, axis: int, t: int) -> Tensor:
+    """An axis as chunks of t, zeros behind the last point: no prefix that is asked for sees those."""
+    axis %= x.ndim
+    missing = -x.shape[axis] % t
+    if missing:
+        x = torch.nn.functional.pad(x, (*[0, 0] * (x.ndim - 1 - axis), 0, missing))
+    cut: Tensor = x.unflatten(axis, (-1, t))
+    return cut
+
+
+def _counted(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drift: tuple[Tensor, Tensor] | None
+) -> tuple[Float[Tensor, "b t h s c"], Float[Tensor, "b t h s"]]:
+    """`prefixes` in float64, the drift counted from the clock's zero."""
+    value, lse = prefixes(q, k, v, bias, drift)
+    value = value.to(torch.float64, memory_format=torch.contiguous_format)
+    lse = lse.to(torch.float64, memory_format=torch.contiguous_format)
+    if drift is not None:
+        lse = lse + drift[0].double() * drift[1][:, :, None, None].double()
+    return value, lse
+
+
+def _carried(
+    value: Float[Tensor, "b m t h s c"], lse: Float[Tensor, "b m t h s"], first: tuple[Tensor, ...] | None
+) -> tuple[Float[Tensor, "b mt h s c"], Float[Tensor, "b mt h s"]]:
+    """Prefixes inside m chunks, merged with `first` and the last states of all chunks before their own."""
+    if first is not None or value.shape[1] > 1:
+        first = first or (torch.zeros_like(value[:, 0, :1]), torch.full_like(lse[:, 0, :1], EMPTY))
+        values = torch.cat([first[0], value[:, :-1, -1]], 1)
+        before, lse_before = _merged_prefixes(values, torch.cat([first[1], lse[:, :-1, -1]], 1))
+        value, lse = merge(value, lse, before[:, :, None], lse_before[:, :, None])
+    return value.flatten(1, 2), lse.flatten(1, 2)
+
+
+def _merged_prefixes(
+    value: Float[Tensor, "b n h s c"], lse: Float[Tensor, "b n h s"], chunk: int = 32
+) -> tuple[Float[Tensor, "b n h s c"], Float[Tensor, "b n h s"]]:
+    """Entry i is the merge of states 0 to i, by a tree whose nodes have `chunk` children."""
+    b, n, *heads = lse.shape
+    if n == 1:
+        return value, lse
+    if n > chunk:
+        value, lse = (_cut(x, 1, chunk).flatten(0, 1) for x in (value, lse))
+        value, lse = (x.unflatten(0, (b, -1)) for x in _merged_prefixes(value, lse))
+        value, lse = _carried(value, lse, None)
+        return value[:, :n], lse[:, :n]
+    v = value.permute(0, 2, 3, 1, 4).flatten(1, 2)  # (b, h s, n, c): every slot has values of its own
+    logits = lse.permute(0, 2, 3, 1).flatten(1, 2)[:, :, None, None, :]
+    found, total = settle(*_masked(logits, v))  # (b, h s, 1, n, c)
+    value, lse = (x[:, :, 0].unflatten(1, heads).movedim(3, 1) for x in (found, total))
+    return value, lse
+
+
+def _scan_pairs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    carry: tuple[Tensor, ...] | None,
+    drift: tuple[Tensor, Tensor] | None,
+    *,
+    chunk: int,
+) -> tuple[Tensor, ...]:
+    """Prefixes as unevaluated sums of two float32 numbers, chunk by chunk."""
     parts: list[tuple[Tensor, ...]] = []
     for start in range(0, k.shape[-2], chunk):
         here = slice(start, start + chunk)
@@ -162,9 +247,9 @@ def scan(
         value, lse = prefixes(q, k[:, :, here], v[:, :, here], None if bias is None else bias[:, here], ago)
         if ago is not None:
             lse = lse.double() + ago[0].double() * ago[1][:, :, None, None].double()
-        part: tuple[Tensor, ...] = pairs(value, lse) if paired else (value.double(), lse.double())
+        part: tuple[Tensor, ...] = pairs(value, lse)
         if carry is not None:
-            part = merge_pairs(*part, *carry) if paired else merge(*part, *carry)
+            part = merge_pairs(*part, *carry)
         parts.append(part)
         carry = tuple(t[:, -1:] for t in part)
     return tuple(torch.cat(tensors, 1) for tensors in zip(*parts, strict=True))

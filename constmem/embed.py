@@ -1,6 +1,6 @@
 """From data to tokens: multi-layer perceptrons on points; times, gaps and marks of events as vectors."""
 
-from math import log, pi
+from math import pi
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +40,9 @@ def sinusoids(times: Float[Tensor, "*b"], dim: int) -> Float[Tensor, "*b d"]:
 
     Sine and cosine of a large float32 are noise: times come in float64, and counted from their start.
     """
-    steps = torch.arange(0, dim, 2, dtype=times.dtype, device=times.device)
-    angles = times[..., None] * torch.exp(steps * (-log(1e4) / dim))
+    pairs = (dim + 1) // 2
+    last = -8 * (pairs - 1) / dim  # the frequency of pair i is 1e4^(-2 i / dim)
+    angles = times[..., None] * torch.logspace(0, last, pairs, dtype=times.dtype, device=times.device)
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)[..., :dim]
 
 
@@ -56,11 +57,13 @@ class GapFeatures(nn.Module):
     def __init__(self, *, dim: int) -> None:
         super().__init__()
         self.project = keep_variance(nn.Linear(2 + 2 * len(self.WAVES), dim))
+        self.waves: Tensor
+        self.register_buffer("waves", pi * torch.tensor(self.WAVES), persistent=False)
 
     def forward(self, z: Float[Tensor, "*b"]) -> Float[Tensor, "*b d"]:
         there = ~z.isnan()
         z = z.nan_to_num(0.0).clamp(-8.0, 8.0)[..., None]
-        angles = z * (pi * torch.tensor(self.WAVES, dtype=z.dtype, device=z.device))
+        angles = z * self.waves
         columns = torch.cat([torch.ones_like(z), z, angles.sin(), angles.cos()], -1)
         out: Tensor = self.project((columns * there[..., None]).to(self.project.weight.dtype))
         return out

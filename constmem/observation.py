@@ -157,10 +157,10 @@ class Observation(nn.Module):
         return AttentionState.of(value, scores.reshape(-1, depth, heads, slots), count)
 
     def forward(
-        self, tokens: Float[Tensor, "b n d"]
+        self, tokens: Float[Tensor, "b n d"], prepared: Prepared | None = None
     ) -> tuple[Float[Tensor, "b depth h n c"], Float[Tensor, "b depth h n c"]]:
         """Keys and values of every token for every block."""
-        return self._keys_values(tokens, self.prepared())
+        return self._keys_values(tokens, self.prepared() if prepared is None else prepared)
 
     def _keys_values(self, tokens: Tensor, prepared: Prepared) -> tuple[Tensor, Tensor]:
         kv = F.linear(F.layer_norm(tokens, (self.dim,)), prepared.weight, prepared.shift)

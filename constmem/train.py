@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from constmem import checkpoint, neural_processes, point_processes
+from constmem import capture, checkpoint, neural_processes, point_processes
 from constmem.data import Table
 from constmem.files import write_text
 from constmem.log import Log
@@ -91,7 +91,8 @@ def train(
     _prepare_folder(run, out, resume, table, where)
     _set_precision(run.recipe.precision)
     optimiser = _optimiser(model, run.recipe, where)
-    generator = torch.Generator(where).manual_seed(run.seed)
+    ragged = run.recipe.sampling == "ragged"  # lengths and seeds are needed here: no device is waited for
+    generator = torch.Generator("cpu" if ragged else where).manual_seed(run.seed)
     step_of = _stepper(run.recipe, model, optimiser, source, generator, compiled=compiled)
     done = 0
     if resume and (out / checkpoint.FILE).exists():
@@ -169,14 +170,13 @@ def _stepper(
     compiled: bool,
 ) -> Callable[[float], Tensor]:
     """A function that takes one step at a given rate and returns the loss, still on its device."""
-    where = generator.device
+    where: torch.device = model.device
     on_gpu = where.type == "cuda"
     half = on_gpu and recipe.precision == "bf16"
-    compiled = compiled and on_gpu and recipe.sampling != "ragged"  # a shape a batch: none would be reused
-    loss_of: Callable[..., Tensor] = torch.compile(model.loss) if compiled else model.loss
+    compiles = compiled and on_gpu and recipe.sampling != "ragged"  # too many shapes, each used too rarely
+    loss_of: Callable[..., Tensor] = torch.compile(model.loss) if compiles else model.loss
 
-    def step() -> Tensor:
-        batch = source.sample(generator)
+    def taken(batch: Any, generator: torch.Generator | None) -> Tensor:
         with torch.autocast(where.type, dtype=torch.bfloat16, enabled=half, cache_enabled=False):
             loss = source.loss(model, loss_of, batch, generator)
         optimiser.zero_grad()
@@ -186,6 +186,15 @@ def _stepper(
         optimiser.step()
         return loss.detach()
 
+    def step() -> Tensor:
+        return taken(source.sample(generator), generator)
+
+    if on_gpu and recipe.sampling == "static":
+        step = capture.once(step, generator)
+    elif on_gpu and compiled and recipe.sampling == "ragged" and recipe.reads >= 1.0:
+        graphs = capture.ByShape(taken, lambda generator: model._seeds(1, generator), model.at_once)
+        step = lambda: graphs(source.sample(generator), generator)  # noqa: E731
+
     def at_rate(rate: float) -> Tensor:
         for group in optimiser.param_groups:
             if isinstance(group["lr"], Tensor):
@@ -194,44 +203,12 @@ def _stepper(
                 group["lr"] = rate
         return step()
 
-    if not (on_gpu and recipe.sampling == "static"):
-        return at_rate
-    return _captured(at_rate, step, optimiser, generator)
-
-
-def _captured(
-    at_rate: Callable[[float], Tensor],
-    step: Callable[[], Tensor],
-    optimiser: torch.optim.Optimizer,
-    generator: torch.Generator,
-) -> Callable[[float], Tensor]:
-    """Capture the step in a CUDA graph once it is warm: one launch a step from then on."""
-    warm, graph, loss = 0, torch.cuda.CUDAGraph(), torch.empty(0)
-
-    def run(rate: float) -> Tensor:
-        nonlocal warm, loss
-        warm += 1
-        if warm <= 3:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                result = at_rate(rate)
-            torch.cuda.current_stream().wait_stream(side)
-            return result
-        for group in optimiser.param_groups:
-            group["lr"].fill_(rate)
-        if warm == 4:
-            graph.register_generator_state(generator)
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                loss = step()
-        graph.replay()
-        return loss
-
-    return run
+    return at_rate
 
 
 def _set_precision(precision: str) -> None:
     torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
+    torch.backends.cudnn.allow_tf32 = precision != "float32"
 
 
 def _prepare_folder(run: Run, out: Path, resume: bool, table: Table | None, where: torch.device) -> None:

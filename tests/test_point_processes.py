@@ -268,7 +268,9 @@ def test_a_state_survives_its_file(kind: str, tmp_path: Path) -> None:
         state = model.condition(events)
         state.save(tmp_path / "state.safetensors")
         loaded = model.state_type.load(tmp_path / "state.safetensors")
-        assert torch.equal(model.query(loaded).mean, model.query(state).mean)
+        for name, part in state.memory.items():
+            assert torch.equal(loaded.memory[name], part)
+        close(model.query(loaded).mean, model.query(state).mean)
     assert loaded.fingerprint == state.fingerprint
     assert loaded.nbytes == state.nbytes
 
@@ -463,6 +465,32 @@ def test_what_was_dropped_forwards_is_dropped_backwards_too() -> None:
             model.marks.table.sub_(sign * step * direction)
     slope = (sides[0] - sides[1]) / (2 * step)
     assert float((model.marks.table.grad * direction).sum()) == pytest.approx(slope, rel=1e-4)
+
+
+@every_model
+def test_a_training_step_neither_waits_for_its_device_nor_looks_elsewhere(kind: str) -> None:
+    """On a device without numbers: whatever needs one, or a tensor of another device, is an error."""
+    model, events = small(kind).to("meta").train(), stream(70, 21, 0, t_end=True).to("meta")
+    model.loss(events).backward()
+    assert all(p.grad.is_meta for p in model.parameters() if p.grad is not None)
+    assert model.log_prob(events).survival.is_meta
+
+
+@pytest.mark.parametrize("kind", ["cmhp", "cmhp-faithful"])
+def test_reading_after_every_event_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU reads padding and all, a CPU only what is asked for."""
+    model, events = small(kind), stream(40, 21, 1, 0, t_end=True)
+
+    def results() -> list[Tensor]:
+        found = model.log_prob(events)
+        assert found.survival is not None
+        gradients = torch.autograd.grad(model.loss(events), [*model.parameters()], allow_unused=True)
+        return [found.time, found.mark, found.survival, *(g for g in gradients if g is not None)]
+
+    few = results()
+    monkeypatch.setattr(model, "_few", lambda _: None)
+    for one, other in zip(results(), few, strict=True):
+        close(one, other)
 
 
 @pytest.mark.gpu

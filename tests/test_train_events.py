@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from constmem import recipes, train
+from constmem import recipes, sources, train
 from constmem.point_processes import MODELS, PointProcess
 from constmem.recipes import changed, recipe
 from constmem.results import evaluate_run, print_table
@@ -142,3 +142,60 @@ def test_a_run_of_events_is_scored_and_printed(
     assert json.loads((tmp_path / "run" / "eval.json").read_text())["scores"]["test"]["nll"] == scores["nll"]
     print_table([row])
     assert "NLL" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 38, 100, 129, 493, 5000])
+def test_lengths_are_rounded_up_by_little_and_to_few(length: int) -> None:
+    rounded = sources._round(length)
+    assert length <= rounded <= max(length + 7, 1.25 * length)
+    assert len({sources._round(n) for n in range(1, 513)}) <= 24
+
+
+def test_batches_do_not_depend_on_how_they_are_padded(folder: Path) -> None:
+    """What a GPU is given, longer rows of the same sequences, has the same loss."""
+    run = small_run("cmhp", "model.dropout=0.0")
+    source = open_source("taxi", run.recipe, data_dir=folder, device=torch.device("cpu"))
+    batch = source.sample(torch.Generator().manual_seed(0))
+    model = train.build(run)
+    source.prepare(model)
+    longer = batch._widened(sources._round(batch.times.shape[1]) + 8)
+    with torch.no_grad():
+        assert float(model.loss(longer)) == pytest.approx(float(model.loss(batch)), rel=1e-5)
+
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+KINDS = [pytest.param(kind, marks=GPU) for kind in ("cmhp", "cmhp-faithful", "thp", "gru", "trivial")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gpu_trains_like_a_cpu(kind: str, folder: Path, tmp_path: Path) -> None:
+    """The same batches, the same steps; the rates are small, so that rounding does not grow."""
+    run = small_run(kind, "model.dropout=0.0", "precision=float32", "lr=1e-4")
+    train.train(run, out=tmp_path / "cpu", data_dir=folder)
+    train.train(run, out=tmp_path / "cuda", data_dir=folder, device="cuda")
+    here, there = weights(tmp_path / "cpu"), weights(tmp_path / "cuda")
+    for name in here:
+        torch.testing.assert_close(there[name], here[name], atol=2e-4, rtol=1e-3)
+    losses = [[e["loss"] for e in entries(tmp_path / where) if "loss" in e][-1:] for where in ("cpu", "cuda")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_captured_step_is_the_step(kind: str, folder: Path, tmp_path: Path) -> None:
+    """Also where something is dropped, and after a run was resumed."""
+    run = small_run(kind, "precision=float32", "lr=1e-4", "steps=30")
+    train.train(run, out=tmp_path / "plain", data_dir=folder, device="cuda", compiled=False)
+    train.train(run, out=tmp_path / "captured", data_dir=folder, device="cuda", stop_after=11)
+    train.train(run, out=tmp_path / "captured", data_dir=folder, device="cuda", resume=True)
+    plain, captured = weights(tmp_path / "plain"), weights(tmp_path / "captured")
+    for name in plain:
+        torch.testing.assert_close(captured[name], plain[name], atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_longer_than_a_chunk_train_on_a_gpu(
+    kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PointProcess, "_stride", lambda *_: 3)
+    train.train(small_run(kind), out=tmp_path / "run", data_dir=folder, device="cuda")
+    assert all(torch.isfinite(t).all() for t in weights(tmp_path / "run").values())

@@ -192,9 +192,14 @@ class Events:
         t_end = None if self.t_end is None else self.t_end[index]
         return _trusted(**parts, t_end=t_end, unit=self.unit, num_marks=self.num_marks)
 
-    def trim(self) -> "Events":
-        """The same events without the columns that hold nothing but padding."""
-        return self._cut(int(self.lengths.max()) if len(self) else 0)
+    def trim(self, width: int | None = None) -> "Events":
+        """The same events without the columns that hold nothing but padding.
+
+        Args:
+            width: how many columns to keep, of which the caller knows that they hold all events: then a
+                device need not be waited for.
+        """
+        return self._cut((int(self.lengths.max()) if len(self) else 0) if width is None else width)
 
     def window(self, start: int, stop: int) -> "Events":
         """The events from place start to before stop, watched from the event before the first.

@@ -1,12 +1,13 @@
 """The contract of every event model: observe, scan, read; likelihood, streaming and sampling follow here.
 
-A model says how events change what it remembers (`_observe`), what it knows after each event of a chunk
+A model says how events change what it remembers (`_observe`), what it knows before each event of a chunk
 (`_scan`) and after all (`_read`): vectors of features, from which two heads predict the next gap and mark.
 Everything is done chunk by chunk from a state, so the likelihood of a long stream needs the memory of one.
 """
 
 from abc import abstractmethod
 from dataclasses import replace
+from functools import partial
 from typing import Generic
 
 import torch
@@ -26,7 +27,7 @@ from constmem.point_processes.sampling import sample
 from constmem.point_processes.states import EventState
 
 S = TypeVar("S", bound=EventState, default=EventState)
-POSITIONS = {"cuda": 16_384, "cpu": 4096}  # of a batch that are read at once
+POSITIONS = {"cuda": 32_768, "cpu": 4096}  # of a batch that are read at once
 
 
 class PointProcess(EventModel, Generic[S]):
@@ -48,9 +49,13 @@ class PointProcess(EventModel, Generic[S]):
 
     @abstractmethod
     def _scan(
-        self, state: S, chunk: Chunk, wanted: Bool[Tensor, "b t"]
+        self, state: S, chunk: Chunk, wanted: Bool[Tensor, "b t"] | None
     ) -> tuple[Float[Tensor, "b t f"], dict[str, Tensor]]:
-        """What is known after each event of a chunk (where wanted), and the memory after all of them."""
+        """What is known before each event of a chunk, and the memory after all of them.
+
+        Args:
+            wanted: the events before which it is asked for; None: all of them.
+        """
 
     @abstractmethod
     def _read(self, state: S) -> Float[Tensor, "b f"]:
@@ -112,7 +117,7 @@ class PointProcess(EventModel, Generic[S]):
         state = self._begin(events, initial)
         features, befores = [], []
         for part in pieces(events, state.last_time, chunk or self._stride(events)):
-            known, state = self._before(state, part, part.real)
+            known, state = self._before(state, part, self._few(part.real))
             features.append(known)
             befores.append(part.times - part.gaps)
         if not features:
@@ -151,9 +156,10 @@ class PointProcess(EventModel, Generic[S]):
         """
         state, scored = self._begin(events, None), events.scored
         if reads < 1.0:
-            draw = torch.rand(scored.shape, generator=generator, device=scored.device)
-            scored = scored & (draw < reads)
-        time, mark, _ = self._log_prob(state, events, scored, chunk, generator)
+            where = scored.device if generator is None else generator.device
+            draw = torch.rand(scored.shape, generator=generator, device=where)
+            scored = scored & (draw.to(scored.device) < reads)
+        time, mark, _ = self._log_prob(state, events, scored, chunk, generator, some=reads < 1.0)
         return -EventLogProb(time, mark, None, scored).mean
 
     def sample(
@@ -186,12 +192,14 @@ class PointProcess(EventModel, Generic[S]):
 
         return Prediction(self._gap(features), last_time, mark_at, self.mark_head.given_gap)
 
-    def _before(self, state: S, chunk: Chunk, wanted: Tensor) -> tuple[Tensor, S]:
+    def _few(self, wanted: Tensor) -> Tensor | None:
+        """The places to read, or None for all: a GPU reads all sooner than it tells how many are wanted."""
+        return wanted if wanted.device.type == "cpu" else None
+
+    def _before(self, state: S, chunk: Chunk, wanted: Tensor | None) -> tuple[Tensor, S]:
         """What is known before each event of a chunk, and the state after it."""
-        first = self._read(state)[:, None]
-        after = torch.cat([wanted[:, 1:], torch.zeros_like(wanted[:, :1])], 1)
-        features, memory = self._scan(state, chunk, after)
-        return torch.cat([first, features[:, :-1]], 1), self._moved(state, chunk, memory)
+        features, memory = self._scan(state, chunk, wanted)
+        return features, self._moved(state, chunk, memory)
 
     def _log_prob(
         self,
@@ -200,24 +208,27 @@ class PointProcess(EventModel, Generic[S]):
         wanted: Tensor,
         chunk: int | None,
         generator: torch.Generator | None = None,
+        *,
+        some: bool = False,
     ) -> tuple[Tensor, Tensor, S]:
-        """Log-probabilities of gaps and marks where wanted, and the state after all events."""
+        """Log-probabilities of gaps and marks where wanted (`some` events), and the state after all."""
         if not events.times.shape[1]:
             nothing = events.times.to(self.dtype)
             return nothing, nothing, state
         stride = chunk or self._stride(events)
         parts = pieces(events, state.last_time, stride)
         chunks = list(zip(parts, wanted.split(stride, 1), strict=True))
-        return walk(
-            Walk(self._score, chunks, self._seeds(len(chunks), generator)), state, [*self.parameters()]
-        )
+        plan = Walk(partial(self._score, some=some), chunks, self._seeds(len(chunks), generator))
+        return walk(plan, state, [*self.parameters()])
 
-    def _score(self, state: S, chunk: Chunk, wanted: Tensor) -> tuple[Tensor, Tensor, S]:
+    def _score(
+        self, state: S, chunk: Chunk, wanted: Tensor, *, some: bool = False
+    ) -> tuple[Tensor, Tensor, S]:
         """Log-probabilities of the gaps and marks of a chunk where wanted, and the state after it."""
-        features, state = self._before(state, chunk, wanted)
+        features, state = self._before(state, chunk, wanted if some else self._few(wanted))
         features = self.dropout(features)
         known = wanted & (chunk.marks >= 0)
-        gaps = chunk.gaps.clamp_min(self.tick.double())
+        gaps = chunk.gaps.clamp_min(self.tick)
         time = torch.where(wanted, self._gap(features).log_prob(gaps), 0.0)
         logits = self.mark_head(features, self._standard(chunk.gaps))
         mark = logits.gather(-1, chunk.marks.clamp_min(0)[..., None]).squeeze(-1)
@@ -233,6 +244,10 @@ class PointProcess(EventModel, Generic[S]):
     def _moved(self, state: S, chunk: Chunk, memory: dict[str, Tensor]) -> S:
         """The state with a new memory, and the clock at the last real event of a chunk."""
         return replace(state, **chunk.clock_after(state), memory=memory)
+
+    def at_once(self, events: Events) -> bool:
+        """Whether the loss takes these events in one chunk, without computing anything twice."""
+        return events.times.shape[1] <= self._stride(events)
 
     def _stride(self, events: Events) -> int:
         return max(16, POSITIONS.get(self.device.type, 4096) // max(len(events), 1))

@@ -44,6 +44,11 @@ class Chunk(NamedTuple):
         }
 
 
+def shifted(before: Tensor, each: Tensor) -> Tensor:
+    """What stood before each event, from what was before all of them and what stands after each."""
+    return torch.cat([before[:, None], each[:, :-1]], 1)
+
+
 def pieces(events: Events, last_time: Float64[Tensor, "b"], chunk: int) -> Iterator[Chunk]:
     """Cut sequences into chunks; gaps are counted from the event before, or from `last_time`."""
     for i in range(0, events.times.shape[1], chunk):

@@ -26,7 +26,7 @@ from constmem.checks import positive
 from constmem.embed import MLP, GapFeatures, MarkEmbedding, sinusoids
 from constmem.initial import keep_variance
 from constmem.point_processes.base import PointProcess
-from constmem.point_processes.chunks import Chunk
+from constmem.point_processes.chunks import Chunk, shifted
 from constmem.point_processes.states import ConstantState
 from constmem.state import AttentionState
 
@@ -136,18 +136,22 @@ class CMHP(PointProcess[ConstantState]):
         return state.holding(state.attention._joined(seen))
 
     def _scan(
-        self, state: ConstantState, chunk: Chunk, wanted: Bool[Tensor, "b t"]
+        self, state: ConstantState, chunk: Chunk, wanted: Bool[Tensor, "b t"] | None
     ) -> tuple[Float[Tensor, "b t f"], dict[str, Tensor]]:
         clock = self._since(state.start[:, None], chunk.times)
-        k, v = self._keys_values(chunk, clock)
-        q = self.stack.observation.prepared().queries
+        q, k, v = self._attended(chunk, clock)
         drift = None if self.log_rates is None else (self.log_rates.exp(), clock)
-        few = 32 if k.is_cuda else 8  # few launches there, little work here; the result is the same
+        few = 8 if k.device.type == "cpu" else 32  # the result is the same
         prefixes = AttentionState.scan(q, k, v, chunk.mask, drift=drift, initial=state.attention, chunk=few)
         memory = {"value": prefixes.value[:, -1].clone(), "lse": prefixes.lse[:, -1].clone()}
-        parts = (prefixes.value, prefixes.lse, clock, chunk.marks, chunk.gaps)
+        held, since = state.attention, self._since(state.start, state.last_time)
+        before = held.value, held.lse, since, state.last_mark, state.last_gap
+        after = prefixes.value, prefixes.lse, clock, chunk.marks, chunk.gaps
+        parts = [shifted(*pair).flatten(0, 1) for pair in zip(before, after, strict=True)]
+        if wanted is None:
+            return self._known(*parts).unflatten(0, clock.shape), memory
         index = wanted.flatten().nonzero().squeeze(-1)  # only what is asked for is read
-        known = self._known(*(part.flatten(0, 1)[index] for part in parts))
+        known = self._known(*(part[index] for part in parts))
         features = known.new_zeros(wanted.numel(), known.shape[-1]).index_copy(0, index, known)
         return features.unflatten(0, wanted.shape), memory
 
@@ -166,9 +170,11 @@ class CMHP(PointProcess[ConstantState]):
             tokens = tokens + self.gaps(self._standard(chunk.gaps))
         return tokens if self.embed is None else self.embed(tokens)
 
-    def _keys_values(self, chunk: Chunk, clock: Float64[Tensor, "b t"]) -> tuple[Tensor, Tensor]:
-        k, v = self.stack.observation(self._tokens(chunk, clock))  # (b, depth, h, t, c)
-        return k, _turned(v, clock[:, None, None]) if self.relative_time else v
+    def _attended(self, chunk: Chunk, clock: Float64[Tensor, "b t"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (depth, h, s, c), keys and values (b, depth, h, t, c) of all blocks."""
+        prepared = self.stack.observation.prepared()
+        k, v = self.stack.observation(self._tokens(chunk, clock), prepared)
+        return prepared.queries, k, _turned(v, clock[:, None, None]) if self.relative_time else v
 
     def _observe_one(self, chunk: Chunk, clock: Float64[Tensor, "b 1"]) -> AttentionState:
         """One event of each stream: its scores are the log-normalisers, its values what every slot reads."""
@@ -182,8 +188,7 @@ class CMHP(PointProcess[ConstantState]):
 
     def _observe_some(self, chunk: Chunk, clock: Float64[Tensor, "b t"]) -> AttentionState:
         """Several events: rate x time is one more channel of queries and keys, counted from the last."""
-        k, v = self._keys_values(chunk, clock)
-        q = self.stack.observation.prepared().queries
+        q, k, v = self._attended(chunk, clock)
         if self.log_rates is None:
             return AttentionState.observe(q, k, v, chunk.mask)
         rates, last = self.log_rates.exp(), clock[:, -1:]
@@ -227,8 +232,7 @@ def _spread(stack: CMABStack) -> Float[Tensor, "depth h s"]:
 def _turned(v: Float[Tensor, "*h c"], clock: Float64[Tensor, "*#h"]) -> Float[Tensor, "*h c"]:
     """Pairs of channels as complex numbers times exp(i w clock), with w from 1 down to 1e-3."""
     pairs = v.shape[-1] // 2
-    steps = torch.arange(pairs, dtype=torch.float64, device=v.device)
-    angles = clock[..., None] * 10.0 ** (-3 * steps / max(pairs - 1, 1))
+    angles = clock[..., None] * torch.logspace(0, -3, pairs, dtype=torch.float64, device=v.device)
     cos, sin = angles.cos().to(v.dtype), angles.sin().to(v.dtype)
     a, b = v[..., : 2 * pairs].chunk(2, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos, v[..., 2 * pairs :]], -1)

@@ -75,7 +75,7 @@ class EventModel(Model):
 
     def _standard(self, gaps: Tensor) -> Tensor:
         """Standardised log gaps in the model's precision; NaN for no gap at all."""
-        z = (gaps.clamp_min(self.tick.double()).log() - self.log_gap_mean) / self.log_gap_std
+        z = (gaps.clamp_min(self.tick).log() - self.log_gap_mean) / self.log_gap_std
         return torch.where(gaps > 0, z, torch.nan).to(self.dtype)
 
     def _since(self, start: Tensor, times: Tensor) -> Float64[Tensor, "*b"]:
@@ -87,9 +87,12 @@ class EventModel(Model):
         return gap
 
     def _seeds(self, count: int, generator: torch.Generator | None) -> list[int]:
-        """Seeds for the dropout of as many chunks; none where nothing is dropped."""
+        """Seeds for the dropout of as many chunks.
+
+        None where nothing is dropped, nor where a single chunk draws from PyTorch's own generator.
+        """
         rates = [m.p for m in self.modules() if isinstance(m, torch.nn.Dropout)]
-        if not self.training or not any(rates):
+        if not self.training or not any(rates) or (count == 1 and generator is None):
             return []
         device = None if generator is None else generator.device
         return torch.randint(2**62, (count,), generator=generator, device=device).tolist()

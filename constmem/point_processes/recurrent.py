@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from constmem.embed import GapFeatures, MarkEmbedding
 from constmem.point_processes.base import PointProcess
-from constmem.point_processes.chunks import Chunk
+from constmem.point_processes.chunks import Chunk, shifted
 from constmem.point_processes.states import EventState
 
 
@@ -62,9 +62,9 @@ class GRU(PointProcess):
         self,
         state: EventState,
         chunk: Chunk,
-        wanted: Bool[Tensor, "b t"],  # noqa: ARG002
+        wanted: Bool[Tensor, "b t"] | None,  # noqa: ARG002
     ) -> tuple[Float[Tensor, "b t f"], dict[str, Tensor]]:
         tokens = self.marks(chunk.marks) + self.gaps(self._standard(chunk.gaps))
         before = state.memory["known"]
         after, _ = self.cell(tokens, before[None].contiguous())
-        return after, {"known": chunk.last_of(after, before)}
+        return shifted(before, after), {"known": chunk.last_of(after, before)}

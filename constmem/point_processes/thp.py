@@ -15,7 +15,7 @@ from constmem.attention import check_heads
 from constmem.checks import positive
 from constmem.embed import MarkEmbedding, sinusoids
 from constmem.point_processes.base import PointProcess
-from constmem.point_processes.chunks import Chunk
+from constmem.point_processes.chunks import Chunk, shifted
 from constmem.point_processes.states import EventState
 
 
@@ -75,7 +75,7 @@ class THP(PointProcess):
         self,
         state: EventState,
         chunk: Chunk,
-        wanted: Bool[Tensor, "b t"],  # noqa: ARG002
+        wanted: Bool[Tensor, "b t"] | None,  # noqa: ARG002
     ) -> tuple[Float[Tensor, "b t f"], dict[str, Tensor]]:
         tokens: Tensor = self.marks(chunk.marks)
         clock = self._since(state.start[:, None], chunk.times)
@@ -92,7 +92,7 @@ class THP(PointProcess):
             "mask": seen,
             "known": chunk.last_of(tokens, state.memory["known"]),
         }
-        return tokens, memory
+        return shifted(state.memory["known"], tokens), memory
 
 
 def _visible(before: Bool[Tensor, "b n"], t: int) -> Bool[Tensor, "b 1 t nt"] | None:

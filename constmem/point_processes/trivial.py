@@ -56,6 +56,6 @@ class Trivial(PointProcess):
         self,
         state: EventState,  # noqa: ARG002
         chunk: Chunk,
-        wanted: Bool[Tensor, "b t"],  # noqa: ARG002
+        wanted: Bool[Tensor, "b t"] | None,  # noqa: ARG002
     ) -> tuple[Float[Tensor, "b t f"], dict[str, Tensor]]:
         return self.known.expand(*chunk.times.shape, -1), {}
