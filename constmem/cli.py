@@ -4,12 +4,9 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from constmem.data import Table
 
 app = typer.Typer(
     help="Attention whose memory does not grow.", no_args_is_help=True, add_completion=False,
@@ -33,7 +30,14 @@ _POINTS, _EVENTS = (
     "taxi, mooc, reddit, wiki, taobao, hawkes1",
 )
 _OF_POINTS = "cmanp, lbanp, tnpd, eqtnp, cnp, canp, np, anp, bnp, banp"
-_OF_EVENTS = "cmhp, cmhp-faithful, thp, gru, trivial"
+_OF_EVENTS = "cmhp, cmhp-faithful, thp, thp-gap, gru, gru-gap, trivial"
+_OWN = "Of an event file: "
+User = Annotated[str | None, typer.Option(help=f"{_OWN}the column that tells sequences apart; - for one.")]
+Mark = Annotated[str | None, typer.Option(help=f"{_OWN}the column of kinds, any text; - for none.")]
+Time = Annotated[str | None, typer.Option(help=f"{_OWN}the column of times, numbers or ISO dates.")]
+Unit = Annotated[str | None, typer.Option(help=f"{_OWN}the unit of its times; second if not given.")]
+End = Annotated[str | None, typer.Option(help=f"{_OWN}when the watch ended, or last: with the last event.")]
+Split = Annotated[str | None, typer.Option(help=f"{_OWN}part it by sequence (the default) or by time.")]
 
 
 @app.command()
@@ -49,9 +53,7 @@ def demo(
 
 @app.command()
 def train(
-    dataset: Annotated[
-        str, typer.Argument(help=f"{_POINTS}; of events: {_EVENTS}; or a CSV file of your own.")
-    ],
+    dataset: Annotated[str, typer.Argument(help=f"{_POINTS}; of events: {_EVENTS}; or a file of your own.")],
     model: Annotated[str, typer.Argument(help=f"{_OF_POINTS}; of events: {_OF_EVENTS}.")],
     recipe: Annotated[str, typer.Option(help="improved (ours) or faithful (the paper's).")] = "improved",
     seed: Annotated[int, typer.Option(help="Of weights and tasks.")] = 0,
@@ -69,24 +71,43 @@ def train(
     x: X = None,
     y: Y = None,
     group: Group = None,
+    user: User = None,
+    mark: Mark = None,
+    time: Time = None,
+    unit: Unit = None,
+    end: End = None,
+    split: Split = None,
 ) -> None:
     """Train a model; Ctrl-C keeps a checkpoint to go on from.
 
     On rows of your own: constmem train sensors.csv cmanp-small --x time,place --y heat [--group sensor]
-    """
-    if dataset.endswith((".csv", ".tsv")):
-        from constmem.regression import train_table
 
-        rows, columns = _read_table(Path(dataset), x, y, group, recipe)
+    On events of your own: constmem train visits.csv cmhp --user customer --mark page --time when
+    """
+    of_rows = {"--x": x, "--y": y, "--group": group}
+    of_events = {
+        "--user": user,
+        "--mark": mark,
+        "--time": time,
+        "--unit": unit,
+        "--end": end,
+        "--split": split,
+    }
+    if Path(dataset).suffix in (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".npz"):
         folder = out or Path("runs") / f"{Path(dataset).stem}-{model}-{seed}"
-        train_table(
-            rows, model, out=folder, columns=columns, seed=seed, steps=steps, device=device, resume=resume,
-            change=change,
-        )  # fmt: skip
+        from constmem.own_data import train_on_file
+
+        if recipe != "improved":
+            raise ValueError("the paper has no recipe for data of your own: leave --recipe out, or use --set")
+        how: dict[str, Any] = {
+            "out": folder, "seed": seed, "steps": steps, "device": device, "resume": resume, "change": change,
+        }  # fmt: skip
+        train_on_file(Path(dataset), model, of_rows, of_events, how, compiled=compiled)
         print(f"trained: {folder}")
         return
-    if x or y or group:
-        raise ValueError(f"--x, --y and --group choose columns of a CSV file, but {dataset!r} is none")
+    given = [name for name, value in (of_rows | of_events).items() if value]
+    if given:
+        raise ValueError(f"{', '.join(given)}: these are for files of your own, but {dataset!r} is none")
     from constmem.recipes import changed
     from constmem.recipes import recipe as settings_of
     from constmem.train import Run
@@ -97,22 +118,6 @@ def train(
     folder = out or Path("runs") / f"{dataset}-{model}-{recipe}-{seed}"
     run_training(run, out=folder, data_dir=data_dir, device=device, resume=resume, compiled=compiled)
     print(f"trained: {folder}")
-
-
-def _read_table(
-    path: Path, x: str | None, y: str | None, group: str | None, recipe: str
-) -> tuple["Table", dict[str, Any]]:
-    from constmem.data import Table
-
-    if not x or not y:
-        raise ValueError(
-            f"say which columns of {path} are what: --x a,b for the inputs, --y c for the outputs"
-        )
-    if recipe != "improved":
-        raise ValueError("the paper has no recipe for data of your own: leave --recipe out, or use --set")
-    inputs, outputs = ([name.strip() for name in names.split(",")] for names in (x, y))
-    columns = {"file": str(path), "x": inputs, "y": outputs, "group": group}
-    return Table.read(path, x=inputs, y=outputs, group=group), columns
 
 
 @app.command(name="eval")

@@ -17,7 +17,7 @@ from constmem.evaluate import pit_values
 from constmem.event_pictures import plot_event_runs
 from constmem.neural_processes import NeuralProcess
 from constmem.plots import Fit
-from constmem.recipes import EVENTS
+from constmem.recipes import of_events
 from constmem.results import read_run, source_of
 from constmem.sources import Source
 from constmem.train import TABLE
@@ -58,10 +58,10 @@ def plot_runs(
             events one picture of how well they fit.
         out: folder for the pictures; else `pictures` in each run's own (side by side: in the first's).
     """
-    of_events = [folder for folder in folders if read_run(folder)["run"]["dataset"] in EVENTS]
-    of_points = [folder for folder in folders if folder not in of_events]
+    on_events = [folder for folder in folders if of_events(read_run(folder)["run"]["model"])]
+    of_points = [folder for folder in folders if folder not in on_events]
     where: Any = {"out": out, "nested": len(folders) > 1, "data_dir": data_dir, "device": device}
-    return _plot_point_runs(of_points, **where) + plot_event_runs(of_events, **where)
+    return _plot_point_runs(of_points, **where) + plot_event_runs(on_events, **where)
 
 
 def _plot_point_runs(

@@ -159,13 +159,33 @@ def table_recipe(model: str, *, dim_x: int, dim_y: int, rows: int, grouped: bool
     )  # fmt: skip
 
 
+def of_events(model: str) -> bool:
+    """Whether a model, or a variant of one, is a model of events."""
+    return FAMILIES[known("model", model.partition("-")[0], FAMILIES)]
+
+
+def event_recipe(model: str, *, num_marks: int) -> Recipe:
+    """Settings to start from with events of one's own."""
+    if not of_events(model):
+        fitting = ", ".join(EVENT_MODELS)
+        raise ValueError(f"{model!r} is no model of events, but {fitting} are")
+    base_model, _, variant = model.partition("-")
+    return replace(_event_recipe(base_model, variant, num_marks, "improved"), steps=2000, batch=32)
+
+
 def _events(dataset: str, model: str, variant: str, name: str) -> Recipe:
-    """A model of events; the faithful one is the paper's architecture, trained like any other."""
+    """A model of events on a data set."""
     num_marks, steps, batch = EVENTS[dataset]
-    known("variant", variant, ("", "faithful") if model == "cmhp" else ("",))
+    return replace(_event_recipe(model, variant, num_marks, name), steps=steps, batch=batch)
+
+
+def _event_recipe(model: str, variant: str, num_marks: int, name: str) -> Recipe:
+    """A model of events: "faithful" is the paper's CMHP; "gap" predicts the mark from the gap too."""
+    known("variant", variant, ("", "faithful") if model == "cmhp" else ("", "gap"))
     plain = PLAIN_CMHP if model == "cmhp" and "faithful" in (variant, name) else {}
+    plain = {"mark_given_gap": True} if variant == "gap" else plain
     return Recipe(
-        steps=steps, batch=batch, warmup=100, precision="tf32", validate_every=100, sampling="ragged",
+        warmup=100, precision="tf32", validate_every=100, sampling="ragged",
         model={"num_marks": num_marks} | plain,
     )  # fmt: skip
 

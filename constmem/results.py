@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from constmem.data import Events, Table
+from constmem.data import Events
 from constmem.evaluate import evaluate
 from constmem.evaluate_events import evaluate_events
 from constmem.files import write_text
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
-from constmem.recipes import EVENTS, Recipe
+from constmem.recipes import Recipe, of_events
 from constmem.sources import SIMULATED, Source, open_source
-from constmem.train import TABLE, device_name
+from constmem.train import device_name, own_data
 
 # Log-likelihoods of the paper's image table (mean of 5 seeds); for Gaussian processes of its later version.
 PUBLISHED: dict[str, dict[str, dict[str, float]]] = {
@@ -63,12 +63,11 @@ def source_of(
     folder: Path, run: dict[str, Any], *, data_dir: Path | None, device: torch.device
 ) -> Source[Any]:
     """The data that a run was trained on."""
-    table = Table.load(folder / TABLE) if (folder / TABLE).exists() else None
     try:
         recipe = Recipe(**run["recipe"])
     except TypeError as error:
         raise ValueError(f"{folder} was written by another version of constmem: {error}") from error
-    return open_source(run["dataset"], recipe, data_dir=data_dir, device=device, table=table)
+    return open_source(run["dataset"], recipe, data_dir=data_dir, device=device, table=own_data(folder))
 
 
 def evaluate_run(folder: Path, *, data_dir: Path | None, device: str) -> dict[str, Any]:
@@ -77,7 +76,7 @@ def evaluate_run(folder: Path, *, data_dir: Path | None, device: str) -> dict[st
     run = about["run"]
     where = torch.device(device)
     source = source_of(folder, run, data_dir=data_dir, device=where)
-    family: Any = PointProcess if run["dataset"] in EVENTS else NeuralProcess
+    family: Any = PointProcess if of_events(run["model"]) else NeuralProcess
     model = family.from_pretrained(folder, device=where)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     row = {
@@ -124,8 +123,8 @@ def print_table(rows: Iterable[dict[str, Any]]) -> None:
     from rich.table import Table
 
     rows = list(rows)
-    for columns, cells, of_events in ((POINTS, _point_cells, False), (OF_EVENTS, _event_cells, True)):
-        shown = [row for row in rows if (row["dataset"] in EVENTS) == of_events]
+    for columns, cells, events in ((POINTS, _point_cells, False), (OF_EVENTS, _event_cells, True)):
+        shown = [row for row in rows if of_events(row["model"]) == events]
         if not shown:
             continue
         table = Table(padding=(0, 0))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from constmem import data
-from constmem.data import Events, Images, Table, TableTasks, Task
+from constmem.data import EventLog, Events, Images, Table, TableTasks, Task
 from constmem.neural_processes import NeuralProcess, Scales
 from constmem.point_processes import PointProcess
 from constmem.recipes import EVENTS, Recipe
@@ -55,15 +55,17 @@ def open_source(
     *,
     data_dir: Path | None,
     device: torch.device,
-    table: Table | None = None,
+    table: Table | EventLog | None = None,
 ) -> Source[Any]:
-    """The source of a data set that `recipes.DATASETS` or `recipes.EVENTS` names, or of one's own table."""
+    """The source of a data set that `recipes.DATASETS` or `recipes.EVENTS` names, or of data of one's own."""
+    if isinstance(table, EventLog):
+        return _events(*table.parts(), recipe, device, table.statement)
     if table is not None:
         return _table(table, recipe, device)
     if dataset in SIMULATED:
         return _simulated(dataset, recipe, device)
     if dataset in EVENTS:
-        return _events(dataset, recipe, data_dir, device)
+        return _prepared_events(dataset, recipe, data_dir, device)
     if dataset == "gp":
         return _gp(recipe, device)
     return _images(dataset, recipe, data_dir, device)
@@ -88,12 +90,21 @@ def _events_score(model: PointProcess, events: Events) -> tuple[float, int]:
     return float(total), int(found.scored.sum())
 
 
-def _events(dataset: str, recipe: Recipe, data_dir: Path | None, device: torch.device) -> Source[Events]:
+def _prepared_events(
+    dataset: str, recipe: Recipe, data_dir: Path | None, device: torch.device
+) -> Source[Events]:
     training, validation, test = (
-        data.load_events(dataset, data_dir=data_dir, split=split).to(device)
-        for split in ("train", "validation", "test")
+        data.load_events(dataset, data_dir=data_dir, split=split) for split in ("train", "validation", "test")
     )
-    lengths = training.lengths.cpu()
+    statement = f"{dataset}: {len(training)} sequences, {training.num_events} events to train on"
+    return _events(training, validation, test, recipe, device, statement)
+
+
+def _events(
+    training: Events, validation: Events, test: Events, recipe: Recipe, device: torch.device, statement: str
+) -> Source[Events]:
+    lengths = training.lengths
+    training, validation, test = (events.to(device) for events in (training, validation, test))
 
     def sample(generator: torch.Generator) -> Events:
         """One batch of a pool sorted by length: every sequence is as likely as any other, padding is rare.
@@ -119,7 +130,6 @@ def _events(dataset: str, recipe: Recipe, data_dir: Path | None, device: torch.d
         return batches
 
     tests = {"test": fixed(test)}
-    statement = f"{dataset}: {len(training)} sequences, {training.num_events} events to train on"
     return _event_source(sample, fixed(validation), tests, statement, training, recipe)
 
 

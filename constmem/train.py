@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from constmem import capture, checkpoint, neural_processes, point_processes
-from constmem.data import Table
+from constmem.data import EventLog, Table
 from constmem.files import write_text
 from constmem.log import Log
 from constmem.model import Model
@@ -27,7 +27,7 @@ from constmem.recipes import Recipe, known
 from constmem.sources import Source, open_source
 
 LOG_EVERY = 50
-TABLE = "table.safetensors"  # the rows of a run on one's own data
+TABLE, LOG = "table.safetensors", "events.safetensors"  # the rows or events of a run on one's own data
 MODELS: dict[str, type[Any]] = {**neural_processes.MODELS, **point_processes.MODELS}
 
 
@@ -40,7 +40,7 @@ class Run:
     recipe_name: str
     recipe: Recipe
     seed: int = 0
-    columns: dict[str, Any] | None = None  # of a table of one's own: file, x, y, group
+    columns: dict[str, Any] | None = None  # of data of one's own: the file, and what its columns are
 
 
 class StoppedError(RuntimeError):
@@ -63,7 +63,7 @@ def train(
     *,
     out: Path,
     data_dir: Path | None = None,
-    table: Table | None = None,
+    table: Table | EventLog | None = None,
     device: str = "cpu",
     resume: bool = False,
     compiled: bool = True,
@@ -78,7 +78,7 @@ def train(
 
     Args:
         out: the run's folder; must be new unless `resume` is set.
-        table: rows of one's own to train on, instead of a data set; the folder keeps them.
+        table: rows or events of one's own to train on, instead of a data set; the folder keeps them.
         compiled: on a GPU, compile the loss and capture the whole step in a graph.
         validate_every: steps between validations, instead of the recipe's.
         save_every: seconds between checkpoints.
@@ -211,7 +211,22 @@ def _set_precision(precision: str) -> None:
     torch.backends.cudnn.allow_tf32 = precision != "float32"
 
 
-def _prepare_folder(run: Run, out: Path, resume: bool, table: Table | None, where: torch.device) -> None:
+def own_data(folder: Path) -> Table | EventLog | None:
+    """The rows or events that a run on one's own data keeps in its folder; None for a run on a data set."""
+    if (folder / LOG).exists():
+        return EventLog.load(folder / LOG)
+    return Table.load(folder / TABLE) if (folder / TABLE).exists() else None
+
+
+def _same(one: Table | EventLog, other: Table | EventLog | None) -> bool:
+    if isinstance(one, Table):
+        return isinstance(other, Table) and one.equals(other)
+    return isinstance(other, EventLog) and one.equals(other)
+
+
+def _prepare_folder(
+    run: Run, out: Path, resume: bool, table: Table | EventLog | None, where: torch.device
+) -> None:
     path = out / "run.json"
     content = {key: value for key, value in asdict(run).items() if value is not None}
     if path.exists():
@@ -222,8 +237,9 @@ def _prepare_folder(run: Run, out: Path, resume: bool, table: Table | None, wher
             raise ValueError(
                 f"{out} is a run of other settings ({before}): resume it with those, or start anew"
             )
-        if table is not None and not table.equals(Table.load(out / TABLE)):
-            raise ValueError(f"{out} is a run on other rows than {table.name} has now: start anew")
+        if table is not None and not _same(table, own_data(out)):
+            what = "rows" if isinstance(table, Table) else "events"
+            raise ValueError(f"{out} is a run on other {what} than {table.name} has now: start anew")
         return
     about = {
         "run": content,
@@ -233,7 +249,7 @@ def _prepare_folder(run: Run, out: Path, resume: bool, table: Table | None, wher
         "python": platform.python_version(),
     }
     if table is not None:
-        table.save(out / TABLE)
+        table.save(out / (TABLE if isinstance(table, Table) else LOG))
     write_text(path, json.dumps(about, indent=2) + "\n")
 
 

@@ -3,6 +3,7 @@
 from constmem.data.augment import augmented
 from constmem.data.catalogue import DataSet, known
 from constmem.data.event_files import load_events, read_easytpp, read_event_csv, read_event_parquet
+from constmem.data.event_log import EventLog
 from constmem.data.events import EventLogProb, Events, bucketed
 from constmem.data.gp import (
     GaussianProcess,
@@ -25,6 +26,7 @@ from constmem.data.task import Task
 
 __all__ = [
     "DataSet",
+    "EventLog",
     "EventLogProb",
     "Events",
     "GaussianProcess",

@@ -61,7 +61,7 @@ def load_events(name: str, *, data_dir: Folder = None, split: Split = "train") -
             packs[path.stem.removeprefix("events_")] = path.stem
     path = find_pack(packs[known("event data set", name, packs)], data_dir)
     pack = read_pack(path, EVENT_KEYS)
-    _check_pack(path, pack)
+    check_pack(path, pack)
     offsets, chosen = pack["offsets"], np.flatnonzero(pack["split"] == EVENT_SPLITS.index(split))
     parts = [slice(offsets[k], offsets[k + 1]) for k in chosen]
     sequences = Sequences(
@@ -75,7 +75,8 @@ def load_events(name: str, *, data_dir: Folder = None, split: Split = "train") -
         raise ValueError(f"the {split} split of {path} is not sound: {error}") from error
 
 
-def _check_pack(path: Path, pack: Mapping[str, Array]) -> None:
+def check_pack(path: Path, pack: Mapping[str, Array]) -> None:
+    """Refuse a pack whose parts do not fit each other."""
     offsets, split = pack["offsets"], pack["split"]
     sound = (
         offsets.ndim == split.ndim == 1
@@ -134,17 +135,25 @@ def csv_sequences(path: Path, *, by: By = "user", num_marks: int | None = None) 
         raise ValueError(f"{path} is not a CSV file of UTF-8 text ({error})") from error
 
 
-def parquet_sequences(path: Path, *, num_marks: int | None = None) -> Sequences:
-    """What `read_event_parquet` reads, before it is padded."""
+def has_records(path: Path) -> bool:
+    """Whether a Parquet file has the columns of EasyTPP."""
     try:
         from pyarrow import ArrowInvalid, parquet
     except ImportError as error:
         raise ImportError("Parquet files need pyarrow: pip install 'constmem[data]'") from error
     try:
-        table = parquet.read_table(path)
+        return RECORD[0] in parquet.read_schema(path).names
     except ArrowInvalid as error:
         raise ValueError(f"{path} is not a readable Parquet file ({error})") from error
-    if RECORD[0] in table.column_names:
+
+
+def parquet_sequences(path: Path, *, num_marks: int | None = None) -> Sequences:
+    """What `read_event_parquet` reads, before it is padded."""
+    records = has_records(path)
+    from pyarrow import parquet
+
+    table = parquet.read_table(path)
+    if records:
         return _from_records(path, ((f"row {i}", r) for i, r in enumerate(table.to_pylist())))
     columns = _columns(path, table.column_names)
     users, marks, times = (map(_text, cells) for cells in table.select(list(columns)).to_pydict().values())

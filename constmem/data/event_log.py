@@ -1,0 +1,229 @@
+"""Event sequences of one's own, from a file to parts to train, validate and test on; kept with a run."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from constmem.data.catalogue import EVENT_KEYS, EVENT_SPLITS
+from constmem.data.event_files import check_pack, easytpp_sequences, has_records, parquet_sequences
+from constmem.data.event_rows import SECONDS, moment, read_rows
+from constmem.data.events import Events
+from constmem.data.packs import read_pack
+from constmem.files import read_tensors, write_tensors
+from constmem.recipes import known
+
+KIND, VERSION = "constmem.event_log", 1
+FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".npz")
+By = Literal["sequence", "time"]
+LEAST = 5  # sequences that can be parted
+
+
+@dataclass(frozen=True, eq=False)
+class EventLog:
+    """Sequences of events, and how they are parted.
+
+    Args:
+        events: all of them.
+        split: of each sequence, 0 to train, 1 to validate, 2 to test on; None: all sequences are cut at two
+            moments, before which are eight and nine tenths of the events.
+        labels: what the marks are called, in the order of their numbers.
+        name: of the data, for run folders and figures.
+
+    Example:
+        >>> gaps, marks = [[0.0, 1.0, 2.0]] * 10, [[0, 1, 0]] * 10
+        >>> log = EventLog.of(Events.from_gaps(gaps, marks=marks, unit="hour", num_marks=2))
+        >>> [len(part) for part in log.parts()]  # to train, validate and test on
+        [8, 1, 1]
+    """
+
+    events: Events
+    split: Int64[Tensor, "b"] | None
+    labels: list[str]
+    name: str = "events"
+
+    @staticmethod
+    def of(
+        events: Events, *, by: By = "sequence", labels: Sequence[str] | None = None, name: str = "events"
+    ) -> "EventLog":
+        """A log of events: eight, one and one tenths of the sequences at random, or all cut `by="time"`."""
+        known("way to part events", by, ("sequence", "time"))
+        names = [str(i) for i in range(events.num_marks)] if labels is None else list(labels)
+        log = EventLog(events.to("cpu"), _drawn(events, name) if by == "sequence" else None, names, name)
+        return _checked(log)
+
+    @staticmethod
+    def read(
+        path: str | os.PathLike[str],
+        *,
+        user: str | None = None,
+        mark: str | None = None,
+        time: str | None = None,
+        unit: str | None = None,
+        end: str | None = None,
+        by: By = "sequence",
+    ) -> "EventLog":
+        """The events of a CSV, Parquet, JSON (Lines) or NPZ file.
+
+        A row of a CSV or Parquet file is an event. Marks may be any text, and are numbered in their order;
+        an empty one is unknown. Times are numbers, or dates (ISO 8601). JSON is that of EasyTPP, and NPZ
+        the prepared format with its own parts.
+
+        Args:
+            user, mark, time: names of columns; by default as in the JODIE layout (user_id, item_id,
+                timestamp and what else they are called). "-": there are no users (one sequence), no marks.
+            unit: of the times, or to count dates in ("second" by default).
+            end: when the watch over all sequences ended, a number or a date, or "last": with the last event.
+            by: part the sequences, or the time.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {path} to read events from")
+        known("format of event files", path.suffix, FORMATS)
+        given = {"user": user, "mark": mark, "time": time}
+        if path.suffix in (".json", ".jsonl", ".npz") and any(given.values()):
+            told = ", ".join(f"--{what}" for what, column in given.items() if column)
+            raise ValueError(f"{told}: columns are those of CSV and Parquet files, but {path} is neither")
+        if path.suffix == ".npz":
+            return _read_pack(path, unit, end, by)
+        unit = unit or "second"
+        labels: Sequence[str] | None = None
+        if path.suffix in (".json", ".jsonl"):
+            sequences = easytpp_sequences(path)
+        elif path.suffix == ".parquet" and has_records(path):
+            sequences = parquet_sequences(path)
+        else:
+            sequences, labels = read_rows(path, given, unit)
+        events = _until(sequences.events(unit), end, f"--end of {path}")
+        return EventLog.of(events, by=by, labels=labels, name=path.name)
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    @property
+    def statement(self) -> str:
+        """What the data are, to stand beside figures made with them."""
+        kinds = f"{self.events.num_marks:,} {'kind' if self.events.num_marks == 1 else 'kinds'}"
+        how = "time" if self.split is None else "sequences"
+        size = f"{len(self):,} sequences, {self.events.num_events:,} events of {kinds}"
+        return f"{self.name}: {size}, in {self.events.unit}s, parted by {how}"
+
+    def parts(self) -> tuple[Events, Events, Events]:
+        """The events to train, to validate and to test on."""
+        if self.split is not None:
+            chosen = ((self.split == i).nonzero()[:, 0] for i in range(3))
+            train, validation, test = (self.events.select(index).trim() for index in chosen)
+            return train, validation, test
+        times = self.events.times[self.events.mask].sort().values
+        cuts = [float(times[len(times) * tenths // 10]) for tenths in (8, 9)]
+        first, last = -float("inf"), float("inf")
+        train, validation, test = (
+            _between(self.events, start, stop)
+            for start, stop in ((first, cuts[0]), (cuts[0], cuts[1]), (cuts[1], last))
+        )
+        return train, validation, test
+
+    def equals(self, other: "EventLog") -> bool:
+        """Whether the events are the same, in the same order, and parted alike."""
+        mine, theirs = self._tensors(), other._tensors()
+        same = mine.keys() == theirs.keys() and self.labels == other.labels
+        return (
+            same
+            and self.events.unit == other.events.unit
+            and all(torch.equal(mine[k], theirs[k]) for k in mine)
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the events, atomically, as a safetensors file."""
+        about = {"unit": self.events.unit, "name": self.name, "labels": json.dumps(self.labels)}
+        write_tensors(path, self._tensors(), {"format": KIND, "version": str(VERSION), **about})
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> "EventLog":
+        """Read a log that `save` wrote."""
+        tensors, header = read_tensors(path, kind=KIND, version=VERSION)
+        labels = json.loads(header["labels"])
+        times, marks, mask, start = (tensors[name] for name in ("times", "marks", "mask", "t_start"))
+        events = Events(times, marks, mask, start, tensors.get("t_end"), header["unit"], len(labels))
+        return EventLog(events, tensors.get("split"), labels, header["name"])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        names = ("times", "marks", "mask", "t_start", "t_end")
+        found = {name: getattr(self.events, name) for name in names} | {"split": self.split}
+        return {name: t for name, t in found.items() if t is not None}
+
+
+def _drawn(events: Events, name: str) -> Int64[Tensor, "b"]:
+    """A tenth of the sequences each to validate and to test on, the same for as many sequences."""
+    count = len(events)
+    if count < LEAST:
+        raise ValueError(
+            f"{name} has {count} sequences, but {LEAST} are the fewest that can be parted: part them by time "
+            "(--split time), or say which column tells them apart (--user NAME)"
+        )
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    split, tenth = torch.zeros(count, dtype=torch.int64), max(count // 10, 1)
+    split[order[:tenth]], split[order[tenth : 2 * tenth]] = 1, 2
+    return split
+
+
+def _between(events: Events, start: float, stop: float) -> Events:
+    """The events at or after one moment and before another, each watched from the event before its first."""
+    times, marks, starts, ends = [], [], [], []
+    for k, count in enumerate(events.lengths.tolist()):
+        row = events.times[k, :count]
+        first, last = (int((row < cut).sum()) for cut in (start, stop))
+        if first == last:
+            continue
+        times.append(row[first:last])
+        marks.append(events.marks[k, first:last])
+        starts.append(float(row[first - 1] if first else events.t_start[k]))
+        ends.append(0.0 if events.t_end is None else min(stop, float(events.t_end[k])))
+    return Events.from_arrival_times(
+        times, marks=marks, t_start=starts, t_end=None if events.t_end is None else ends, unit=events.unit,
+        num_marks=events.num_marks,
+    )  # fmt: skip
+
+
+def _until(events: Events, end: str | None, where: str) -> Events:
+    """The same events, watched until `end`."""
+    if end is None:
+        return events
+    last = float(events.times[events.mask].max())
+    at = last if end == "last" else moment(end, events.unit if events.unit in SECONDS else "second", where)
+    if at < last:
+        raise ValueError(f"{where} is {end}, but there are events up to {last}: the watch ended after those")
+    return replace(events, t_end=torch.full_like(events.t_start, at))
+
+
+def _read_pack(path: Path, unit: str | None, end: str | None, by: By) -> EventLog:
+    """A pack has parts and a unit of its own."""
+    pack = read_pack(path, EVENT_KEYS)
+    check_pack(path, pack)
+    if unit is not None and unit != str(pack["unit"]):
+        raise ValueError(f"{path} says that its unit is {str(pack['unit'])!r}, not {unit!r}")
+    offsets, num_marks = pack["offsets"][1:-1], int(pack["num_marks"])
+    times, marks = (np.split(pack[name], offsets) for name in ("times", "marks"))
+    events = Events.from_arrival_times(times, marks=marks, unit=str(pack["unit"]), num_marks=num_marks)
+    events = _until(events, end, f"--end of {path}")
+    if by == "time":
+        return EventLog.of(events, by="time", name=path.name)
+    labels = [str(i) for i in range(num_marks)]
+    return _checked(EventLog(events, torch.as_tensor(pack["split"].astype(np.int64)), labels, path.name))
+
+
+def _checked(log: EventLog) -> EventLog:
+    for what, part in zip(EVENT_SPLITS, log.parts(), strict=True):
+        if not bool(part.scored.any()):
+            raise ValueError(
+                f"{log.name} leaves no sequence of two events for {what}: give more events, or part them "
+                f"by {'sequences' if log.split is None else 'time'}"
+            )
+    return log

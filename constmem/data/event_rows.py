@@ -1,0 +1,151 @@
+"""Rows of events of one's own, from CSV or Parquet: columns by name, marks of any text, times or dates."""
+
+import csv
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from math import isfinite
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from constmem.data.event_files import COLUMNS, Sequences
+from constmem.recipes import known
+
+NONE = "-"  # instead of a column's name: there is no such column
+SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}  # that dates can be counted in
+
+
+class Labelled(NamedTuple):
+    """Sequences, and what their marks are called in the file."""
+
+    sequences: Sequences
+    labels: list[str]
+
+
+class Row(NamedTuple):
+    """One event as a file tells it, and where."""
+
+    where: str
+    user: str
+    mark: str
+    time: str
+
+
+def read_rows(path: Path, columns: Mapping[str, str | None], unit: str) -> Labelled:
+    """The events of a file, those of each user together, in the order of the users' first rows.
+
+    Args:
+        columns: names of the columns of user, mark and time; None: as in the JODIE layout; "-": there are
+            no users (all rows are one sequence), or no marks (all events are alike).
+        unit: of times that are numbers; what dates are to be counted in.
+    """
+    rows = parquet_rows(path, columns) if path.suffix == ".parquet" else csv_rows(path, columns)
+    return _grouped(path, rows, unit, marked=columns.get("mark") != NONE)
+
+
+def csv_rows(path: Path, columns: Mapping[str, str | None]) -> Iterator[Row]:
+    """The rows of a CSV file; of ;, tab and comma, what its first line holds most of parts the columns."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            header = file.readline()
+            delimiter = max(",;\t", key=header.count)
+            names = [name.strip() for name in next(csv.reader([header], delimiter=delimiter), [])]
+            places = _places(path, names, columns)
+            for line, cells in enumerate(csv.reader(file, delimiter=delimiter), 2):
+                if not any(cell.strip() for cell in cells):
+                    continue
+                if len(cells) != len(names):
+                    raise ValueError(f"line {line} of {path} has {len(cells)} cells, its header {len(names)}")
+                yield Row(f"line {line} of {path}", *("" if i is None else cells[i].strip() for i in places))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is not a CSV file of UTF-8 text ({error})") from error
+
+
+def parquet_rows(path: Path, columns: Mapping[str, str | None]) -> Iterator[Row]:
+    """The rows of a Parquet file."""
+    from pyarrow import parquet
+
+    table = parquet.read_table(path)
+    places = _places(path, table.column_names, columns)
+    cells = [None if i is None else table.column(i).to_pylist() for i in places]
+    for i in range(table.num_rows):
+        yield Row(f"row {i} of {path}", *("" if column is None else _text(column[i]) for column in cells))
+
+
+def moment(text: str, unit: str, where: str) -> float:
+    """A number as it stands, or a date (ISO 8601; without an offset: UTC) counted in `unit` from 1970 on."""
+    try:
+        number = float(text)
+    except ValueError:
+        try:
+            date = datetime.fromisoformat(text)
+        except ValueError:
+            shown = repr(text[:40]) if text else "empty"
+            raise ValueError(
+                f"{where} has a time that is {shown}: a number or an ISO date is needed"
+            ) from None
+        date = date if date.tzinfo else date.replace(tzinfo=UTC)
+        return date.timestamp() / SECONDS[known("unit to count dates in", unit, SECONDS)]
+    if not isfinite(number):
+        raise ValueError(f"{where} has a time that is {text}: every time must be finite; leave the row out")
+    return number
+
+
+def _places(path: Path, names: list[str], columns: Mapping[str, str | None]) -> list[int | None]:
+    """Where user, mark and time stand; None for what there is not."""
+    lower = [name.strip().lower() for name in names]
+    places: list[int | None] = []
+    for what, spellings in COLUMNS.items():
+        asked = columns.get(what)
+        if asked == NONE and what != "time":
+            places.append(None)
+        elif asked is not None:
+            places.append(names.index(known(f"column of {path}", asked, names)))
+        else:
+            found = [lower.index(spelling) for spelling in spellings if spelling in lower]
+            if not found:
+                none = f", or --{what} {NONE} if there is none" if what != "time" else ""
+                raise ValueError(
+                    f"{path} names no column of the {what} ({', '.join(spellings)}), but "
+                    f"{', '.join(names)[:120] or 'nothing'}: say which it is, --{what} NAME{none}"
+                )
+            places.append(found[0])
+    return places
+
+
+def _grouped(path: Path, rows: Iterable[Row], unit: str, *, marked: bool) -> Labelled:
+    times: dict[str, list[float]] = {}
+    marks: dict[str, list[str]] = {}
+    for where, user, mark, time in rows:
+        at = moment(time, unit, where)
+        history = times.setdefault(user, [])
+        if history and at < history[-1]:
+            whose = f"{user!r} has " if user else ""
+            raise ValueError(
+                f"{where}: {whose}an event at {time}, earlier than the row before it: sort the rows by time"
+            )
+        history.append(at)
+        marks.setdefault(user, []).append(mark)
+    if not times:
+        raise ValueError(f"{path} has a header but no events")
+    labels = sorted({mark for row in marks.values() for mark in row if mark}, key=_order) if marked else []
+    number = {label: i for i, label in enumerate(labels)} | {"": -1 if labels else 0}
+    kinds = [np.array([number[mark] for mark in row], np.int64) for row in marks.values()]
+    return Labelled(
+        Sequences([np.array(t) for t in times.values()], kinds, max(len(labels), 1)), labels or [""]
+    )
+
+
+def _order(label: str) -> tuple[bool, float, str]:
+    """Numbers by size, before any other text by the alphabet."""
+    try:
+        return False, float(label), label
+    except ValueError:
+        return True, 0.0, label
+
+
+def _text(cell: Any) -> str:
+    if cell is None:
+        return ""
+    return cell.isoformat() if isinstance(cell, datetime) else str(cell).strip()
