@@ -114,7 +114,9 @@ def _true_nll(dataset: str, source: Source[Any]) -> dict[str, float] | None:
 
 
 POINTS = ("run", "test set", "log-likelihood", "by batch", "published", "RMSE", "CRPS", "90 %", "minutes")
-OF_EVENTS = ("run", "test set", "NLL", "time", "mark", "published", "RMSE", "error", "KS", "minutes")
+OF_EVENTS = (
+    "run", "test set", "NLL", "time", "mark", "published", "survival", "RMSE", "error", "KS", "minutes",
+)  # fmt: skip
 
 
 def print_table(rows: Iterable[dict[str, Any]]) -> None:
@@ -147,4 +149,6 @@ def _point_cells(s: dict[str, Any], published: str) -> list[str]:
 
 def _event_cells(s: dict[str, Any], published: str) -> list[str]:
     ours = [f"{s['nll']:.3f}", f"{s['time_nll']:.3f}", f"{s['mark_nll']:.3f}", published]
+    silence = s.get("survival_nll")
+    ours.append("" if silence is None else f"{silence:.3f}")
     return [*ours, f"{s['rmse']:.4g}", f"{100 * s['error']:.1f} %", f"{s['ks']:.3f}"]

@@ -61,6 +61,14 @@ def test_every_score_stands_under_its_head_in_its_unit() -> None:
     }  # fmt: skip
 
 
+def test_the_silence_after_the_last_event_has_a_column_where_anybody_knows_of_it() -> None:
+    known = [row(s, model="cmhp", scores={"survival_nll": 0.5 + s}) for s in (0, 1)]
+    first, second = lines([*known, row(scores={"survival_nll": None})])[:2]
+    assert (first["model"], first["survival"]) == ("GRU", "")
+    assert (second["model"], second["survival"]) == ("CMHP", "1.000 ± 0.707")
+    assert "survival" not in lines([row(scores={"survival_nll": None}), row(1)])[0]
+
+
 def test_what_others_published_stands_below_and_says_so() -> None:
     below = {line["model"]: line for line in lines([row(), row(model="cmhp")])[2:]}
     assert {name: line["NLL"] for name, line in below.items()} == {

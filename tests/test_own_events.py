@@ -242,7 +242,9 @@ def test_a_run_on_a_file_is_trained_scored_drawn_and_needs_the_file_no_more(
     assert row["scores"]["test"]["events"] == 5
     assert row["scores"]["test"]["survival_nll"] > 0
     print_table([row])
-    assert "shop.csv" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "shop.csv" in shown
+    assert f"{row['scores']['test']['survival_nll']:.3f}" in shown
     assert [path.suffix for path in plot_runs([tmp_path / "run"])] == [".png"] * 5
     about = json.loads((tmp_path / "run" / "run.json").read_text())["run"]
     assert about["columns"] == {**COLUMNS, "file": str(file), "end": "80", "split": "sequence"}

@@ -7,12 +7,14 @@ from typing import Any
 from constmem.comparison.rows import NAMES, Figure, Rows, Table, devices, model_name, place, shared_tests
 
 SHOWN = (
-    "nll", "time_nll", "mark_nll", "rmse", "mae_median", "accuracy", "accuracy_given_gap", "top5", "ks",
+    "nll", "time_nll", "mark_nll", "survival_nll", "rmse", "mae_median", "accuracy", "accuracy_given_gap",
+    "top5", "ks",
 )  # fmt: skip
 OF_MARKS = ("mark_nll", "accuracy", "accuracy_given_gap", "top5")
 HEADS = {
-    "nll": "NLL", "time_nll": "time", "mark_nll": "mark", "rmse": "RMSE", "mae_median": "MAE, median",
-    "accuracy": "accuracy", "accuracy_given_gap": "given the gap", "top5": "top 5", "ks": "KS",
+    "nll": "NLL", "time_nll": "time", "mark_nll": "mark", "survival_nll": "survival", "rmse": "RMSE",
+    "mae_median": "MAE, median", "accuracy": "accuracy", "accuracy_given_gap": "given the gap",
+    "top5": "top 5", "ks": "KS",
 }  # fmt: skip
 TOLD = ("steps", "batch")  # settings that have a column of their own
 
@@ -42,7 +44,8 @@ class EventEntry:
 
     Attributes:
         seeds: of the runs that the figures are means over.
-        scores: for each test set the figures of `EventScores` that a table shows.
+        scores: for each test set the figures of `EventScores` that a table shows; that of survival only
+            where all runs know when their watches ended.
         published: NLL an event on each test set, where somebody published one under the same protocol.
         true: NLL of the process that the data were simulated from.
         unit: of gaps, RMSE and MAE.
@@ -69,10 +72,7 @@ class EventEntry:
     def of(cls, rows: Rows) -> "EventEntry":
         """Of the rows of one model, one for each seed."""
         first, tests = rows[0], shared_tests(rows)
-        scores = {
-            test: {key: Figure.of([row["scores"][test][key] for row in rows]) for key in SHOWN}
-            for test in tests
-        }
+        scores = {test: _figures([row["scores"][test] for row in rows]) for test in tests}
         return cls(
             dataset=first["dataset"], model=first["model"], recipe=first["recipe"],
             seeds=sorted(row["seed"] for row in rows), scores=scores,
@@ -89,6 +89,12 @@ class EventEntry:
         return place(self.dataset, self.recipe, self.model, self.steps)
 
 
+def _figures(scores: list[dict[str, Any]]) -> dict[str, Figure]:
+    """Of the scores of several seeds, what a table shows and all of them have."""
+    told = [key for key in SHOWN if all(own.get(key) is not None for own in scores)]
+    return {key: Figure.of([own[key] for own in scores]) for key in told}
+
+
 def of_events(row: dict[str, Any]) -> bool:
     """Whether a row is of an event model."""
     return any("nll" in scores for scores in row["scores"].values())
@@ -98,7 +104,8 @@ def event_table(entries: list[EventEntry]) -> Table:
     """Entries of one data set: a column for each score, the published beside; others' figures below."""
     dataset, tests = entries[0].dataset, list(dict.fromkeys(t for e in entries for t in e.scores))
     marked = any(entry.settings.get("model", {}).get("num_marks", 2) > 1 for entry in entries)
-    shown = [key for key in SHOWN if marked or key not in OF_MARKS]
+    told = {key for entry in entries for scores in entry.scores.values() for key in scores}
+    shown = [key for key in SHOWN if key in told and (marked or key not in OF_MARKS)]
     published = any(entry.published for entry in entries)
     several = len(tests) > 1
     head = ["model", *(["test set"] if several else []), "recipe"]
@@ -111,7 +118,7 @@ def event_table(entries: list[EventEntry]) -> Table:
         for test, scores in entry.scores.items():
             row = [_named(entry, entries), *([test] if several else []), entry.recipe]
             for key in shown:
-                row.append(_cell(key, scores[key]))
+                row.append(_cell(key, scores[key]) if key in scores else "")
                 if published and key == "nll":
                     row.append(f"{entry.published[test]:.3f}" if test in entry.published else "")
             size = f"{entry.steps:,} x {entry.batch}"
