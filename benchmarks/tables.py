@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from constmem.comparison import NAMES, compare, markdown, model_name
+from constmem.comparison import NAMES, Figure, compare, markdown, model_name
 from constmem.files import write_text
 from constmem.recipes import EVENTS
 
@@ -151,6 +151,38 @@ def events(dataset: str) -> str:
     return "\n\n".join([*parts, *([content["note"]] if "note" in content else [])])
 
 
+def ablation(dataset: str) -> str:
+    """What each option of CMHP is worth on a data set; nothing where none was measured yet."""
+    path = ROOT / "benchmarks" / "results" / f"ablation-{dataset}.json"
+    if not path.exists():
+        return ""
+    content = json.loads(path.read_text())
+    lines = [
+        f"### {NAMES.get(dataset, dataset)}, one option at a time",
+        "",
+        "| variant | NLL, validation | NLL, test | time | mark | accuracy | given the gap | parameters | "
+        "steps x batch | device | seeds |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in content["rows"]:
+        size = f"{row['settings']['steps']:,} x {row['settings']['batch']}"
+        groups.setdefault(json.dumps([row["variant"], size, row["settings"]]), []).append(row)
+    for key, found in groups.items():
+        variant, size, _ = json.loads(key)
+        tests = [row["scores"]["test"] for row in found]
+        cells = [Figure.of([row["validation_nll"] for row in found]).text(3)]
+        cells += [Figure.of([test[k] for test in tests]).text(3) for k in ("nll", "time_nll", "mark_nll")]
+        cells += [
+            Figure.of([test[k] for test in tests]).text(1, percent=True)
+            for k in ("accuracy", "accuracy_given_gap")
+        ]
+        cells += [f"{found[0]['parameters']:,}", size, found[0]["device"], str(len(found))]
+        lines.append(f"| {variant} | {' | '.join(cells)} |")
+    lines += ["", f"`{content['command']}`", *(["", content["note"]] if "note" in content else [])]
+    return "\n".join(lines)
+
+
 def event_cost() -> str:
     """Bytes, peak and seconds an event of event models against how many events they have seen."""
     found = rows("event_cost")
@@ -201,6 +233,8 @@ def documents() -> Iterator[tuple[Path, str, str]]:
     yield docs / "memory.md", "written out", complexity("written out")
     for dataset in EVENTS:
         yield docs / "event-models.md", dataset, events(dataset)
+    for dataset in ("taxi", "mooc"):
+        yield docs / "event-models.md", f"ablation {dataset}", ablation(dataset)
     yield docs / "event-models.md", "event cost", event_cost()
 
 
