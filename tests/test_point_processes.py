@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from constmem.data import Events
-from constmem.point_processes import MODELS, PointProcess
+from constmem.point_processes import MODELS, PointProcess, prediction
 from tests.processes import KINDS, MARKS, small, stream
 
 Refuses = Callable[..., Any]
@@ -465,6 +466,43 @@ def test_what_was_dropped_forwards_is_dropped_backwards_too() -> None:
             model.marks.table.sub_(sign * step * direction)
     slope = (sides[0] - sides[1]) / (2 * step)
     assert float((model.marks.table.grad * direction).sum()) == pytest.approx(slope, rel=1e-4)
+
+
+def test_marks_are_averaged_over_equally_likely_gaps_at_once_or_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, events = small("cmhp"), stream(9, 4)
+    with torch.no_grad():
+        forecast = model.forecast(events)
+        gaps = forecast.quantiles([(i + 0.5) / 16 for i in range(16)])
+        each = torch.stack([forecast.mark_logits(gap).exp() for gap in gaps.unbind(-1)])
+        at_once = forecast.mark_logits()
+        close(at_once.exp(), each.mean(0))
+        monkeypatch.setattr(prediction, "AT_ONCE", 0)
+        close(forecast.mark_logits(), at_once)
+
+
+def test_asking_for_the_next_event_takes_hundreds_of_operators() -> None:
+    """Each takes a CPU some microseconds, however small the model; thousands would be felt."""
+    model = small("cmhp")
+    with torch.no_grad():
+        state = model.condition(stream(9, 4))
+        with Operators() as asked:
+            nxt = model.query(state)
+        with Operators() as answered:
+            nxt.median, nxt.mark_logits()
+    assert asked.count < 400
+    assert answered.count < 1200
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that are run inside."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
 
 
 @every_model

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from constmem.event_heads import QUANTILES, LogNormalMixture
 
+AT_ONCE = 1 << 17  # components, or marks, of a batch up to which all gaps are handled at once
+
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
@@ -33,9 +35,13 @@ class Prediction:
         if gap is not None or not self.given_gap:
             return self.mark_at(self.last_time if gap is None else gap)
         levels = (torch.arange(QUANTILES, device=self.last_time.device) + 0.5) / QUANTILES
-        first, *rest = self.gap.icdf(levels.reshape(-1, *[1] * self.last_time.ndim))
-        total = self.mark_at(first)
-        for gap in rest:
+        levels = levels.reshape(-1, *[1] * self.last_time.ndim)
+        few = len(levels) if self.gap.loc.numel() <= AT_ONCE else 1
+        gaps = torch.cat([self.gap.icdf(part) for part in levels.split(few)])
+        total = self.mark_at(gaps[0])
+        if total.numel() <= AT_ONCE:
+            return self.mark_at(gaps).logsumexp(0).log_softmax(-1)
+        for gap in gaps[1:]:
             total = torch.logaddexp(total, self.mark_at(gap))
         return total.log_softmax(-1)
 
