@@ -76,7 +76,7 @@ class ByShape:
                 graph.replay()
         else:
             graph.replay()
-        return loss.clone()  # the next graph may write over it
+        return loss.clone()  # the next replay writes over it
 
     def _captured(self, batch: Events) -> tuple[torch.cuda.CUDAGraph, Events, Tensor]:
         inputs, graph = _copy(batch), torch.cuda.CUDAGraph()

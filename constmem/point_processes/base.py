@@ -27,7 +27,8 @@ from constmem.point_processes.sampling import sample
 from constmem.point_processes.states import EventState
 
 S = TypeVar("S", bound=EventState, default=EventState)
-POSITIONS = {"cuda": 32_768, "cpu": 4096}  # of a batch that are read at once
+POSITIONS = 4096  # of a batch that are read at once, and on a GPU as many as it has MiB, up to:
+MANY = 65_536  # about 0.4 MiB each, while a CMHP of the default size is trained
 
 
 class PointProcess(EventModel, Generic[S]):
@@ -250,7 +251,10 @@ class PointProcess(EventModel, Generic[S]):
         return events.times.shape[1] <= self._stride(events)
 
     def _stride(self, events: Events) -> int:
-        return max(16, POSITIONS.get(self.device.type, 4096) // max(len(events), 1))
+        positions = POSITIONS
+        if self.device.type == "cuda":
+            positions = min(torch.cuda.get_device_properties(self.device).total_memory >> 20, MANY)
+        return max(16, positions // max(len(events), 1))
 
     def _begin(self, events: Events, initial: S | None) -> S:
         """The state to start from, of events that fit the model and the state."""
