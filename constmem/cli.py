@@ -64,7 +64,9 @@ def train(
         Path | None, typer.Option(help="The run's folder; runs/DATASET-MODEL-... if not given.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
-    compiled: Annotated[bool, typer.Option(help="On a GPU: compile the loss.")] = True,
+    compiled: Annotated[
+        bool, typer.Option(help="On a GPU: compile the loss, or capture steps on events.")
+    ] = True,
     change: Annotated[
         list[str] | None, typer.Option("--set", help="key=value or model.key=value; repeatable.")
     ] = None,
