@@ -184,7 +184,9 @@ class MarkHead(nn.Module):
         self.from_gap = GapFeatures(dim=hidden) if given_gap else None
         self.out = keep_variance(nn.Linear(hidden, num_marks), gain=0.1)  # at first all marks are alike
 
-    def forward(self, features: Float[Tensor, "*b d"], gap: Float[Tensor, "*b"]) -> Float[Tensor, "*b marks"]:
+    def forward(
+        self, features: Float[Tensor, "*#b d"], gap: Float[Tensor, "*#b"]
+    ) -> Float[Tensor, "*#b marks"]:
         """Args: `gap` is the standardised logarithm of the gap; NaN stands for an unknown one."""
         hidden = self.from_features(features)
         if self.from_gap is not None:
