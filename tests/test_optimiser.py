@@ -19,7 +19,8 @@ def test_singular_values_are_drawn_near_one_and_directions_kept(shape: tuple[int
     made = orthogonal(matrices)
     assert made.shape == matrices.shape
     values = torch.linalg.svdvals(made)
-    assert 0.6 < float(values.min()) and float(values.max()) < 1.3
+    assert float(values.min()) > 0.6
+    assert float(values.max()) < 1.3
     nearest = u @ v
     cosine = (made * nearest).sum((-2, -1)) / made.norm(dim=(-2, -1)) / nearest.norm(dim=(-2, -1))
     assert float(cosine.min()) > 0.97
@@ -80,7 +81,8 @@ def test_matrices_are_the_linear_maps_of_a_model_and_not_its_tables_of_vectors()
     chosen = {id(p) for p in _matrices(model)}
     names = {name for name, p in model.named_parameters() if id(p) in chosen}
     assert {"stack.observation.query", "stack.observation.key_value"} <= names
-    assert "embed.layers.1.weight" in names and "embed.layers.0.weight" not in names  # 3 channels come in
+    assert "embed.layers.1.weight" in names
+    assert "embed.layers.0.weight" not in names  # 3 channels come in
     assert not names & {"latents", "stack.observation.slots", "stack.observation.slots_scale"}
     assert all(min(p.shape[-2:]) >= LEAST for p in _matrices(model))
 
