@@ -1,9 +1,11 @@
 """A batch of regression tasks: context points to condition on, target points to predict."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -49,6 +51,15 @@ class Task:
                 "they must be the same"
             )
 
+    @staticmethod
+    def stack(tasks: Sequence["Task"]) -> "Task":
+        """Batches of any sizes as one batch: padded to the largest of them, which masks tell."""
+        if len(tasks) == 1:
+            return tasks[0]
+        xc, yc, mask_c = _padded([(task.xc, task.yc, task.mask_c) for task in tasks])
+        xt, yt, mask_t = _padded([(task.xt, task.yt, task.mask_t) for task in tasks])
+        return Task(xc, yc, xt, yt, mask_c, mask_t)
+
     @property
     def batch(self) -> int:
         """How many tasks there are."""
@@ -80,6 +91,20 @@ class Task:
             part = getattr(self, field.name)
             moved[field.name] = None if part is None else part.to(device, non_blocking=non_blocking)
         return Task(**moved)
+
+
+def _padded(sides: list[tuple[Tensor, Tensor, Tensor | None]]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Points of several batches as one batch, with zeros behind the fewer ones, and a mask if need be."""
+    xs, ys, masks = zip(*sides, strict=True)
+    rest = [max(x.shape[1] for x in xs) - x.shape[1] for x in xs]
+    x, y = (torch.cat([F.pad(p, (0, 0, 0, r)) for p, r in zip(ps, rest, strict=True)]) for ps in (xs, ys))
+    if not any(rest) and all(mask is None for mask in masks):
+        return x, y, None
+    real = (
+        torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
+        for x, mask in zip(xs, masks, strict=True)
+    )
+    return x, y, torch.cat([F.pad(mask, (0, r)) for mask, r in zip(real, rest, strict=True)])
 
 
 def _count(points: Tensor, mask: Tensor | None) -> Tensor:
