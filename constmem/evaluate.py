@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import pi, sqrt
+from math import nan, pi, sqrt
 
 import torch
 from jaxtyping import Float
@@ -28,6 +28,8 @@ class Scores:
         crps: continuous ranked probability score, mean over channels.
         coverage: share of values inside the central interval of each level of `LEVELS`.
         points: how many target points.
+        exact, exact_by_batch: the two log-likelihoods of the process that the data came from, where it
+            is known: what no model can beat but by chance.
     """
 
     log_likelihood: float
@@ -36,24 +38,30 @@ class Scores:
     crps: float
     coverage: dict[str, float]
     points: int
+    exact: float | None = None
+    exact_by_batch: float | None = None
 
 
 def evaluate(model: NeuralProcess, tasks: Iterable[Task]) -> Scores:
     """Score a model on tasks, each conditioned on its context and asked for its targets."""
-    batches: list[Tensor] = []  # per batch: sums of ll, squared error, crps, coverage..., counts
+    batches: list[Tensor] = []  # per batch: sums of ll, exact ll, squared error, crps, coverage..., counts
     for group, whole, dist in _predicted(model, tasks):
         each = _task_sums(whole, dist).split([task.batch for task in group])
         batches += [sums.sum(0) for sums in each]
     table = torch.stack(batches).double().cpu()
     sums = table.sum(0)
     points, values = float(sums[-2]), float(sums[-1])
+    by_batch = (table[:, :2] / table[:, -2:-1]).mean(0)
+    known = bool(sums[1].isfinite())
     return Scores(
         log_likelihood=float(sums[0]) / points,
-        log_likelihood_by_batch=float((table[:, 0] / table[:, -2]).mean()),
-        rmse=sqrt(float(sums[1]) / values),
-        crps=float(sums[2]) / values,
-        coverage={str(level): float(sums[3 + i]) / values for i, level in enumerate(LEVELS)},
+        log_likelihood_by_batch=float(by_batch[0]),
+        rmse=sqrt(float(sums[2]) / values),
+        crps=float(sums[3]) / values,
+        coverage={str(level): float(sums[4 + i]) / values for i, level in enumerate(LEVELS)},
         points=int(points),
+        exact=float(sums[1]) / points if known else None,
+        exact_by_batch=float(by_batch[1]) if known else None,
     )
 
 
@@ -100,7 +108,8 @@ def _task_sums(task: Task, dist: Distribution) -> Float[Tensor, "b sums"]:
     of_values = [(dist.mean - task.yt) ** 2, crps_of(dist, task.yt), *inside]
     sums = [(each * values).sum((1, 2)) for values in of_values]
     point = task.point_log_likelihood(dist.log_prob(task.yt)).double()
-    return torch.stack([point.sum(1), *sums, real.double().sum(1), each.sum((1, 2))], 1)
+    exact = point.new_full(point.shape, nan) if task.exact is None else task.exact.double()
+    return torch.stack([point.sum(1), exact.sum(1), *sums, real.double().sum(1), each.sum((1, 2))], 1)
 
 
 def crps_of(dist: Distribution, y: Float[Tensor, "*b y"]) -> Float[Tensor, "*b y"]:

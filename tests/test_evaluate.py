@@ -3,6 +3,7 @@
 import runpy
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,12 @@ import torch
 from family import data, small
 from torch.distributions import Normal
 
-from constmem.data import Task
+from constmem.data import Task, gp_evaluation_tasks
 from constmem.evaluate import AT_ONCE, crps_of, evaluate, pit_values
 from constmem.heads import SampleMixture
 from constmem.neural_processes import CMANP, MODELS
+from constmem.recipes import recipe
+from constmem.sources import open_source
 
 ROOT = Path(__file__).parents[1]
 
@@ -72,6 +75,22 @@ def test_batches_scored_together_score_as_they_do_alone(name: str, monkeypatch: 
     for key, value in vars(alone).items():
         assert getattr(together, key) == pytest.approx(value, abs=1e-9), key
     torch.testing.assert_close(pit_values(model, tasks), alone_pits, atol=1e-9, rtol=0)
+
+
+def test_gaussian_processes_are_scored_beside_their_exact_posterior(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source("gp", recipe("gp", "cnp"), data_dir=None, device=torch.device("cpu"))
+    known = list(gp_evaluation_tasks(kernel="matern", seed=0, num_batches=6))
+    found = list(islice(source.tests["matern"](), 6))
+    assert all(torch.equal(task.xt, again.xt) for (task, _), again in zip(known, found, strict=True))
+    torch.manual_seed(0)
+    model = MODELS["cnp"](**recipe("gp", "cnp").model)
+    lines = [process.posterior(task).log_prob(task.yt.double())[..., 0] for task, process in known]
+    for together in (0, 10_000):
+        monkeypatch.setitem(AT_ONCE, "cpu", together)
+        scores = evaluate(model, found)
+        assert scores.exact == pytest.approx(float(torch.cat([t.flatten() for t in lines]).mean()))
+        assert scores.exact_by_batch == pytest.approx(float(torch.stack([t.mean() for t in lines]).mean()))
+        assert scores.log_likelihood < scores.exact
 
 
 def test_scores_equal_a_loop_over_points() -> None:

@@ -20,6 +20,8 @@ class Task:
         xc, yc: context inputs and outputs.
         xt, yt: target inputs and outputs.
         mask_c, mask_t: which context and target points are real; None: all of them.
+        exact: log-likelihood of each target (0 where masked out) under the process that it came from,
+            where that is known: on the average no model has a higher one.
 
     Example:
         Masked targets count neither above nor below the line.
@@ -36,6 +38,7 @@ class Task:
     yt: Float[Tensor, "b m y"]
     mask_c: Bool[Tensor, "b n"] | None = None
     mask_t: Bool[Tensor, "b m"] | None = None
+    exact: Float[Tensor, "b m"] | None = None
 
     def __post_init__(self) -> None:
         device = self.xc.device
@@ -58,7 +61,12 @@ class Task:
             return tasks[0]
         xc, yc, mask_c = _padded([(task.xc, task.yc, task.mask_c) for task in tasks])
         xt, yt, mask_t = _padded([(task.xt, task.yt, task.mask_t) for task in tasks])
-        return Task(xc, yc, xt, yt, mask_c, mask_t)
+        known = [task.exact for task in tasks if task.exact is not None]
+        most = xt.shape[1]
+        exact = (
+            torch.cat([F.pad(t, (0, most - t.shape[1])) for t in known]) if len(known) == len(tasks) else None
+        )
+        return Task(xc, yc, xt, yt, mask_c, mask_t, exact)
 
     @property
     def batch(self) -> int:
