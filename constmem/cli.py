@@ -52,7 +52,12 @@ def train(
     dataset: Annotated[
         str, typer.Argument(help=f"{_POINTS}; of events: {_EVENTS}; or a CSV file of your own.")
     ],
-    model: Annotated[str, typer.Argument(help=f"{_OF_POINTS}; of events: {_OF_EVENTS}.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help=f"{_OF_POINTS}; of events: {_OF_EVENTS}. Else cmanp; of events cmhp, of a file cmanp-small."
+        ),
+    ] = None,
     recipe: Annotated[str, typer.Option(help="improved (ours) or faithful (the paper's).")] = "improved",
     seed: Annotated[int, typer.Option(help="Of weights and tasks.")] = 0,
     steps: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
@@ -78,25 +83,32 @@ def train(
         from constmem.regression import train_table
 
         rows, columns = _read_table(Path(dataset), x, y, group, recipe)
+        model = model or "cmanp-small"
         folder = out or Path("runs") / f"{Path(dataset).stem}-{model}-{seed}"
         train_table(
             rows, model, out=folder, columns=columns, seed=seed, steps=steps, device=device, resume=resume,
             change=change,
         )  # fmt: skip
-        print(f"trained: {folder}")
+        _say_trained(folder)
         return
     if x or y or group:
         raise ValueError(f"--x, --y and --group choose columns of a CSV file, but {dataset!r} is none")
-    from constmem.recipes import changed
+    from constmem.recipes import EVENTS, changed
     from constmem.recipes import recipe as settings_of
     from constmem.train import Run
     from constmem.train import train as run_training
 
+    model = model or ("cmhp" if dataset in EVENTS else "cmanp")
     overrides = [*(change or []), *([] if steps is None else [f"steps={steps}"])]
     run = Run(dataset, model, recipe, changed(settings_of(dataset, model, recipe), overrides), seed)
     folder = out or Path("runs") / f"{dataset}-{model}-{recipe}-{seed}"
     run_training(run, out=folder, data_dir=data_dir, device=device, resume=resume, compiled=compiled)
+    _say_trained(folder)
+
+
+def _say_trained(folder: Path) -> None:
     print(f"trained: {folder}")
+    print(f"next: constmem eval {folder}; constmem plot {folder}")
 
 
 def _read_table(
@@ -105,8 +117,10 @@ def _read_table(
     from constmem.data import Table
 
     if not x or not y:
+        named = ", ".join(Table.columns(path))
         raise ValueError(
-            f"say which columns of {path} are what: --x a,b for the inputs, --y c for the outputs"
+            f"say which columns of {path} are what: --x a,b for the inputs, --y c for the outputs; "
+            f"there are {named}"
         )
     if recipe != "improved":
         raise ValueError("the paper has no recipe for data of your own: leave --recipe out, or use --set")
