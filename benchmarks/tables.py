@@ -83,6 +83,7 @@ def numbers() -> str:
 
 
 def reproduction() -> str:
+    """The image table as far as it was trained, then what else there is to say of it."""
     lines = [markdown(compare(rows("emnist")))]
     coverage = next(r for r in rows("emnist") if r["model"] == "cmanp")["scores"]["seen"]["coverage"]
     step = {r["what"]: r for r in rows("training_step")}
@@ -95,7 +96,8 @@ def reproduction() -> str:
         "A training step of CMANP on a GPU (batch 100, 100 + 100 points), compiled and captured, is "
         f"{fast[0]} times (tf32) and {fast[1]} times (bf16) as fast as the literal algorithm run eagerly.",
     ]
-    return "\n".join(lines)
+    others = [trained(dataset) for dataset in ("celeba32", "celeba64", "celeba128", "gp")]
+    return "\n\n".join(["\n".join(lines), *filter(None, others)])
 
 
 COLUMNS = (
@@ -137,17 +139,13 @@ def _mark(row: dict[str, Any] | None) -> str:
     return f"{row['verdict']} ({detail}){judged}"
 
 
-def events(dataset: str) -> str:
-    """The table of event models on a data set with its command; nothing where none was trained yet."""
+def trained(dataset: str) -> str:
+    """The table of models on a data set with its command; nothing where none was trained yet."""
     path = ROOT / "benchmarks" / "results" / f"{dataset}.json"
     if not path.exists():
         return ""
     content = json.loads(path.read_text())
-    parts = [
-        f"### {NAMES.get(dataset, dataset)}",
-        markdown(compare(content["rows"])),
-        f"`{content['command']}`",
-    ]
+    parts = [markdown(compare(content["rows"])), f"`{content['command']}`"]
     return "\n\n".join([*parts, *([content["note"]] if "note" in content else [])])
 
 
@@ -181,6 +179,12 @@ def ablation(dataset: str) -> str:
         lines.append(f"| {variant} | {' | '.join(cells)} |")
     lines += ["", f"`{content['command']}`", *(["", content["note"]] if "note" in content else [])]
     return "\n".join(lines)
+
+
+def events(dataset: str) -> str:
+    """The same of event models, under a heading of its own."""
+    table = trained(dataset)
+    return f"### {NAMES.get(dataset, dataset)}\n\n{table}" if table else ""
 
 
 def event_cost() -> str:

@@ -54,7 +54,12 @@ def demo(
 @app.command()
 def train(
     dataset: Annotated[str, typer.Argument(help=f"{_POINTS}; of events: {_EVENTS}; or a file of your own.")],
-    model: Annotated[str, typer.Argument(help=f"{_OF_POINTS}; of events: {_OF_EVENTS}.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help=f"{_OF_POINTS}; of events: {_OF_EVENTS}. Else cmanp (of a file cmanp-small), of events cmhp."
+        ),
+    ] = None,
     recipe: Annotated[str, typer.Option(help="improved (ours) or faithful (the paper's).")] = "improved",
     seed: Annotated[int, typer.Option(help="Of weights and tasks.")] = 0,
     steps: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
@@ -96,6 +101,7 @@ def train(
         "--split": split,
     }
     if Path(dataset).suffix in (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".npz"):
+        model = model or ("cmhp" if any(of_events.values()) else "cmanp-small")
         folder = out or Path("runs") / f"{Path(dataset).stem}-{model}-{seed}"
         from constmem.own_data import train_on_file
 
@@ -105,21 +111,27 @@ def train(
             "out": folder, "seed": seed, "steps": steps, "device": device, "resume": resume, "change": change,
         }  # fmt: skip
         train_on_file(Path(dataset), model, of_rows, of_events, how, compiled=compiled)
-        print(f"trained: {folder}")
+        _say_trained(folder)
         return
     given = [name for name, value in (of_rows | of_events).items() if value]
     if given:
         raise ValueError(f"{', '.join(given)}: these are for files of your own, but {dataset!r} is none")
-    from constmem.recipes import changed
+    from constmem.recipes import EVENTS, changed
     from constmem.recipes import recipe as settings_of
     from constmem.train import Run
     from constmem.train import train as run_training
 
+    model = model or ("cmhp" if dataset in EVENTS else "cmanp")
     overrides = [*(change or []), *([] if steps is None else [f"steps={steps}"])]
     run = Run(dataset, model, recipe, changed(settings_of(dataset, model, recipe), overrides), seed)
     folder = out or Path("runs") / f"{dataset}-{model}-{recipe}-{seed}"
     run_training(run, out=folder, data_dir=data_dir, device=device, resume=resume, compiled=compiled)
+    _say_trained(folder)
+
+
+def _say_trained(folder: Path) -> None:
     print(f"trained: {folder}")
+    print(f"next: constmem eval {folder}; constmem plot {folder}")
 
 
 @app.command(name="eval")

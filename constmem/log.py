@@ -42,6 +42,11 @@ class Log:
         """The loss of one step."""
         self._write({"loss": loss, "lr": rate}, step)
 
+    def peak(self, step: int, size: int | None) -> None:
+        """The most bytes that training has taken so far, where they are counted."""
+        if size is not None:
+            self._write({"peak_memory": size}, step)
+
     def validation(self, step: int, log_likelihood: float) -> bool:
         """The validation's log-likelihood of a point or event; True if it is the best so far."""
         self._write({"validation": log_likelihood}, step)

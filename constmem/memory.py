@@ -38,6 +38,25 @@ def available(device: torch.device) -> int | None:
     return min(found, default=None)
 
 
+class Peak:
+    """The most bytes a GPU has held since this was made, beyond those it held then.
+
+    Data and weights that are there already do not count. None where nobody counts: on a CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.before = device, 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self.before = torch.cuda.memory_allocated(device)
+
+    def __call__(self) -> int | None:
+        """How many so far."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_allocated(self.device) - self.before
+
+
 def require(needed: int, device: torch.device, what: str) -> None:
     """Refuse work that would need more than there is, saying how much of both.
 

@@ -38,7 +38,8 @@ def train_on_file(
 def _read_table(path: Path, x: str | None, y: str | None, group: str | None) -> tuple[Table, dict[str, Any]]:
     if not x or not y:
         raise ValueError(
-            f"say which columns of {path} are what: --x a,b for the inputs, --y c for the outputs"
+            f"say which columns of {path} are what: --x a,b for the inputs, --y c for the outputs; "
+            f"there are {', '.join(Table.columns(path))}"
         )
     inputs, outputs = ([name.strip() for name in names.split(",")] for names in (x, y))
     columns = {"file": str(path), "x": inputs, "y": outputs, "group": group}

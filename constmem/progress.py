@@ -43,18 +43,19 @@ def _bar(title: str, total: int) -> Iterator[Report]:
 
 
 def _lines(title: str, total: int, every: float) -> Report:
-    start = last = time.monotonic()
-    first: int | None = None
+    last = time.monotonic()
+    first: tuple[int, float] | None = None  # how much was done when: a resumed run does not start at nothing
 
     def report(done: int, words: str = "") -> None:
         nonlocal last, first
         now = time.monotonic()
-        first = done if first is None else first
+        first = first or (done, now)
         if now - last < every and done < total:
             return
         last = now
-        rate = (done - first) / max(now - start, 1e-9)
-        left = f", {(total - done) / rate:.0f} s left" if rate > 0 and done < total else ""
-        print(f"{title} {done}/{total} ({rate:.1f}/s{left}) {words}".rstrip(), file=sys.stderr, flush=True)
+        rate = (done - first[0]) / max(now - first[1], 1e-9)
+        left = f", {(total - done) / rate:.0f} s left" if done < total and rate > 0 else ""
+        speed = f"({rate:.1f}/s{left}) " if rate > 0 else ""
+        print(f"{title} {done}/{total} {speed}{words}".rstrip(), file=sys.stderr, flush=True)
 
     return report

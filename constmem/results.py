@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from constmem.data import Events
 from constmem.evaluate import evaluate
 from constmem.evaluate_events import evaluate_events
 from constmem.files import write_text
+from constmem.memory import Peak
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
 from constmem.recipes import Recipe, of_events
@@ -78,12 +80,14 @@ def evaluate_run(folder: Path, *, data_dir: Path | None, device: str) -> dict[st
     source = source_of(folder, run, data_dir=data_dir, device=where)
     family: Any = PointProcess if of_events(run["model"]) else NeuralProcess
     model = family.from_pretrained(folder, device=where)
+    peak = Peak(where)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     row = {
         "dataset": run["dataset"], "model": run["model"], "recipe": run["recipe_name"], "seed": run["seed"],
         "scores": {name: _scores(model, batches()) for name, batches in source.tests.items()},
         "published": PUBLISHED.get(run["dataset"], {}).get(run["model"].partition("-")[0]),
         "true": _true_nll(run["dataset"], source),
+        "peak_memory": {"training": _peak_of(metrics), "evaluation": peak()},
         "steps": max(m.get("step", 0) for m in metrics),
         "minutes": round(max(m.get("seconds", 0.0) for m in metrics) / 60, 2),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -99,10 +103,15 @@ def evaluate_run(folder: Path, *, data_dir: Path | None, device: str) -> dict[st
     return row
 
 
+def _peak_of(metrics: list[dict[str, Any]]) -> int | None:
+    return max((entry["peak_memory"] for entry in metrics if "peak_memory" in entry), default=None)
+
+
 def _scores(model: Any, batches: Iterable[Any]) -> dict[str, Any]:
     if isinstance(model, PointProcess):
         return asdict(evaluate_events(model, Events.cat(list(batches))))
-    return asdict(evaluate(model, batches))
+    scores = asdict(evaluate(model, batches))
+    return {name: value for name, value in scores.items() if value is not None}
 
 
 def _true_nll(dataset: str, source: Source[Any]) -> dict[str, float] | None:
@@ -113,14 +122,16 @@ def _true_nll(dataset: str, source: Source[Any]) -> dict[str, float] | None:
     return {name: -float(SIMULATED[dataset].log_prob(events).mean) for name, events in known.items()}
 
 
-POINTS = ("run", "test set", "log-likelihood", "by batch", "published", "RMSE", "CRPS", "90 %", "minutes")
+POINTS = (
+    "run", "test set", "log-likelihood", "by batch", "published", "exact", "RMSE", "CRPS", "90 %", "minutes",
+)  # fmt: skip
 OF_EVENTS = (
     "run", "test set", "NLL", "time", "mark", "published", "survival", "RMSE", "error", "KS", "minutes",
 )  # fmt: skip
 
 
 def print_table(rows: Iterable[dict[str, Any]]) -> None:
-    """Tables of runs, of points and of events: ours beside the published."""
+    """Tables of runs, of points and of events: ours beside the published, without empty columns."""
     from rich.console import Console
     from rich.table import Table
 
@@ -129,21 +140,26 @@ def print_table(rows: Iterable[dict[str, Any]]) -> None:
         shown = [row for row in rows if of_events(row["model"]) == events]
         if not shown:
             continue
-        table = Table(padding=(0, 0))
-        for column in columns:
-            words = column in ("run", "test set")
-            table.add_column(column, justify="left" if words else "right", no_wrap=not words)
+        lines = []
         for row in shown:
             for name, scores in row["scores"].items():
                 run = f"{row['dataset']} {row['model']} {row['recipe']} #{row['seed']}"
                 published = (row["published"] or {}).get(name)
                 known = "" if published is None else f"{published:.3g}"
-                table.add_row(run, name, *cells(scores, known), f"{row['minutes']:.1f}")
+                lines.append([run, name, *cells(scores, known), f"{row['minutes']:.1f}"])
+        table = Table(padding=(0, 0))
+        told = [any(column) for column in zip(*lines, strict=True)]
+        for column in compress(columns, told):
+            words = column in ("run", "test set")
+            table.add_column(column, justify="left" if words else "right", no_wrap=not words)
+        for line in lines:
+            table.add_row(*compress(line, told))
         Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def _point_cells(s: dict[str, Any], published: str) -> list[str]:
-    ours = [f"{s['log_likelihood']:.3f}", f"{s['log_likelihood_by_batch']:.3f}", published]
+    exact = f"{s['exact']:.3f}" if "exact" in s else ""
+    ours = [f"{s['log_likelihood']:.3f}", f"{s['log_likelihood_by_batch']:.3f}", published, exact]
     return [*ours, f"{s['rmse']:.4f}", f"{s['crps']:.4f}", f"{100 * s['coverage']['0.9']:.1f} %"]
 
 

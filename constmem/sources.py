@@ -1,7 +1,7 @@
 """Where a run's tasks come from: a data set as an endless sampler and fixed sets to validate and test on."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -187,8 +187,8 @@ def _gp(recipe: Recipe, device: torch.device) -> Source[Task]:
 
     def fixed(kernel: data.Kernel, seed: int, batches: int) -> Callable[[], Iterator[Task]]:
         def tasks() -> Iterator[Task]:
-            for task, _ in data.gp_evaluation_tasks(kernel=kernel, seed=seed, num_batches=batches):
-                yield task.to(device)
+            for task, process in data.gp_evaluation_tasks(kernel=kernel, seed=seed, num_batches=batches):
+                yield replace(task, exact=process.log_likelihood(task)).to(device)
 
         return tasks
 

@@ -20,6 +20,7 @@ from constmem import capture, checkpoint, neural_processes, point_processes
 from constmem.data import EventLog, Table
 from constmem.files import write_text
 from constmem.log import Log
+from constmem.memory import Peak
 from constmem.model import Model
 from constmem.optimiser import Muon
 from constmem.progress import progress
@@ -90,6 +91,7 @@ def train(
     source.prepare(model)
     _prepare_folder(run, out, resume, table, where)
     _set_precision(run.recipe.precision)
+    peak = Peak(where)
     optimiser = _optimiser(model, run.recipe, where)
     ragged = run.recipe.sampling == "ragged"  # lengths and seeds are needed here: no device is waited for
     generator = torch.Generator("cpu" if ragged else where).manual_seed(run.seed)
@@ -127,6 +129,7 @@ def train(
             if interrupted or done == last or time.monotonic() - saved > save_every:
                 save(done)
                 saved = time.monotonic()
+                log.peak(done, peak())
             if interrupted:
                 raise StoppedError(f"stopped by a signal after step {done}; go on with --resume")
     return out

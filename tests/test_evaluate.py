@@ -3,17 +3,21 @@
 import runpy
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from family import data, small
 from torch.distributions import Normal
 
-from constmem.data import Task
-from constmem.evaluate import crps_of, evaluate
+from constmem.data import Task, gp_evaluation_tasks
+from constmem.evaluate import AT_ONCE, crps_of, evaluate, pit_values
 from constmem.heads import SampleMixture
-from constmem.neural_processes import CMANP
+from constmem.neural_processes import CMANP, MODELS
+from constmem.recipes import recipe
+from constmem.sources import open_source
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,6 +41,56 @@ def test_crps_of_a_mixture_is_that_of_its_samples() -> None:
     for y in (-1.0, 0.5, 2.5):
         found = crps_of(mixture, torch.full((1, 1, 1), y))
         assert float(found) == pytest.approx(crps_by_sampling(draws, y), abs=0.03)
+
+
+def test_crps_of_a_mixture_is_the_integral_it_is_defined_by() -> None:
+    random = np.random.default_rng(1)
+    for k in (1, 2, 5, 6):
+        mean, std = (
+            torch.tensor(random.normal(size=(1, 1, k, 1))),
+            torch.tensor(random.uniform(0.05, 1, (1, 1, k, 1))),
+        )
+        mixture, y = SampleMixture(mean, std), torch.tensor([[[0.4]]], dtype=torch.float64)
+        z = torch.linspace(-12, 12, 200_001, dtype=torch.float64)
+        off = mixture.cdf(z[None, :, None]).squeeze() - (z >= y.squeeze()).double()
+        assert float(crps_of(mixture, y)) == pytest.approx(float(torch.trapezoid(off**2, z)), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_batches_scored_together_score_as_they_do_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tasks = small(name), []
+    for i, (n, m) in enumerate(((5, 3), (9, 7), (5, 7), (2, 1))):
+        tasks.append(Task(*data(n=n, m=m, b=2 + i, seed=i)))
+    alone, alone_pits = evaluate(model, tasks), pit_values(model, tasks)
+    calls: list[int] = []
+    monkeypatch.setitem(AT_ONCE, "cpu", 120)  # the first two, and the other two
+    condition = type(model).condition
+    monkeypatch.setattr(
+        type(model),
+        "condition",
+        lambda self, x, y, **mask: calls.append(len(x)) or condition(self, x, y, **mask),
+    )
+    together = evaluate(model, tasks)
+    assert calls == [5, 9]
+    for key, value in vars(alone).items():
+        assert getattr(together, key) == pytest.approx(value, abs=1e-9), key
+    torch.testing.assert_close(pit_values(model, tasks), alone_pits, atol=1e-9, rtol=0)
+
+
+def test_gaussian_processes_are_scored_beside_their_exact_posterior(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source("gp", recipe("gp", "cnp"), data_dir=None, device=torch.device("cpu"))
+    known = list(gp_evaluation_tasks(kernel="matern", seed=0, num_batches=6))
+    found = list(islice(source.tests["matern"](), 6))
+    assert all(torch.equal(task.xt, again.xt) for (task, _), again in zip(known, found, strict=True))
+    torch.manual_seed(0)
+    model = MODELS["cnp"](**recipe("gp", "cnp").model)
+    lines = [process.posterior(task).log_prob(task.yt.double())[..., 0] for task, process in known]
+    for together in (0, 10_000):
+        monkeypatch.setitem(AT_ONCE, "cpu", together)
+        scores = evaluate(model, found)
+        assert scores.exact == pytest.approx(float(torch.cat([t.flatten() for t in lines]).mean()))
+        assert scores.exact_by_batch == pytest.approx(float(torch.stack([t.mean() for t in lines]).mean()))
+        assert scores.log_likelihood < scores.exact
 
 
 def test_scores_equal_a_loop_over_points() -> None:

@@ -282,15 +282,15 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_a_csv_file_is_trained_on_and_scored_at_the_command_line(file: Path) -> None:
     tiny = [f"--set={item}" for item in TINY]
     columns = ["--x", "time, dust", "--y", "heat", "--group", "sensor"]
-    done = command("train", "air.csv", "cmanp", *columns, "--steps", "3", *tiny, cwd=file.parent)
+    done = command("train", "air.csv", *columns, "--steps", "3", *tiny, cwd=file.parent)
     assert done.returncode == 0, done.stderr
-    assert "trained: runs/air-cmanp-0" in done.stdout
-    done = command("eval", "runs/air-cmanp-0", "--json", cwd=file.parent)
+    assert "next: constmem eval runs/air-cmanp-small-0;" in done.stdout
+    done = command("eval", "runs/air-cmanp-small-0", "--json", cwd=file.parent)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)
     assert row["dataset"] == "air.csv"
     assert math.isfinite(row["scores"]["test"]["log_likelihood"])
-    about = json.loads((file.parent / "runs" / "air-cmanp-0" / "run.json").read_text())
+    about = json.loads((file.parent / "runs" / "air-cmanp-small-0" / "run.json").read_text())
     assert about["run"]["columns"] == {
         "file": "air.csv",
         "x": ["time", "dust"],
@@ -303,6 +303,8 @@ def test_a_csv_file_is_trained_on_and_scored_at_the_command_line(file: Path) -> 
     ("arguments", "message"),
     [
         (("air.csv", "cmanp"), "--x a,b for the inputs"),
+        (("air.csv",), "there are number, sensor, time, heat, dust"),
+        (("nothing.csv",), "there is no file nothing.csv"),
         (("air.csv", "cmanp", "--x", "tme", "--y", "heat"), "did you mean 'time'"),
         (("digits", "cmanp", "--x", "time"), "'digits' is none"),
         (("air.csv", "cmnap", "--x", "time", "--y", "heat"), "did you mean 'cmanp'"),

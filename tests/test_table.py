@@ -80,6 +80,22 @@ def test_a_data_set_without_published_figures_has_no_column_for_them() -> None:
     assert "published" not in head
 
 
+def test_exact_likelihoods_and_peak_memory_have_columns_where_they_are_known() -> None:
+    scores = {"log_likelihood": 1.0, "log_likelihood_by_batch": 1.2, "exact": 1.3, "exact_by_batch": 1.5}
+    exact = row(dataset="gp", scores={"rbf": scores}, published={"rbf": 1.24})
+    ((_, head, (cells,)),) = tabulate(compare([exact]))
+    assert head[2:6] == ["rbf, by batch", "published", "exact", "by point"]
+    assert cells[2:6] == ["1.20", "1.24", "1.50", "1.00"]
+    rows = [
+        row(0, peak_memory={"training": 5 * 10**9, "evaluation": None}),
+        row(1, peak_memory={"training": 7 * 10**9, "evaluation": None}),
+        row(model="cnp"),
+    ]
+    ((_, head, (cnp, cmanp)),) = tabulate(compare(rows))
+    assert head[10:13] == ["minutes", "training, GB", "device"]
+    assert (cnp[11], cmanp[11]) == ("", "7.0")
+
+
 def test_markdown_is_a_table_of_equal_rows_and_json_says_the_same() -> None:
     entries = compare([row(0), row(1), row(model="np", published=PUBLISHED["emnist"]["np"])])
     lines = markdown(entries).splitlines()

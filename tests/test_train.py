@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from constmem import recipes, sources, train
 from constmem.neural_processes import CMANP, NeuralProcess
+from constmem.progress import progress
 from constmem.recipes import changed, recipe
 from constmem.train import Run, StoppedError
 
@@ -141,3 +143,16 @@ def test_every_data_set_has_both_recipes_for_every_model() -> None:
             for name in recipes.NAMES:
                 chosen = recipe(dataset, model, name)
                 assert isinstance(MODELS[model](**chosen.model), torch.nn.Module)
+
+
+def test_progress_tells_the_rate_since_the_first_report_and_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter([0.0, 20.0, 30.0, 45.0, 50.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    with progress("run", 1200) as report:
+        for done in (1000, 1050, 1100, 1200):  # resumed after 950 steps; every 15 s is often enough
+            report(done, "loss 1")
+    assert capsys.readouterr().err.splitlines() == [
+        "run 1000/1200 loss 1", "run 1100/1200 (4.0/s, 25 s left) loss 1", "run 1200/1200 (6.7/s) loss 1"
+    ]  # fmt: skip

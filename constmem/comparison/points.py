@@ -5,6 +5,8 @@ from statistics import mean
 
 from constmem.comparison.rows import NAMES, Figure, Rows, Table, devices, model_name, place, shared_tests
 
+PHASES = ("training", "evaluation")
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -16,6 +18,8 @@ class Entry:
             the published: the unweighted mean over batches.
         by_point: the same as the mean over points.
         published: the paper's, where it has one.
+        exact: the process's that the data came from, where it is known, by batch.
+        peak: bytes that training and evaluation took on a GPU beyond data and weights, the most of all runs.
         minutes: of training, the mean over runs.
     """
 
@@ -26,6 +30,8 @@ class Entry:
     by_batch: dict[str, Figure]
     by_point: dict[str, Figure]
     published: dict[str, float]
+    exact: dict[str, float]
+    peak: dict[str, int]
     parameters: int
     steps: int
     batch: int
@@ -46,7 +52,9 @@ class Entry:
             dataset=first["dataset"], model=first["model"], recipe=first["recipe"],
             seeds=sorted(row["seed"] for row in rows),
             by_batch=figures("log_likelihood_by_batch"), by_point=figures("log_likelihood"),
-            published=first.get("published") or {}, parameters=first["parameters"],
+            published=first.get("published") or {},
+            exact={t: s["exact_by_batch"] for t, s in first["scores"].items() if "exact_by_batch" in s},
+            peak=_peak(rows), parameters=first["parameters"],
             steps=max(row["steps"] for row in rows), batch=first["settings"]["batch"],
             minutes=mean(row["minutes"] for row in rows), device=devices(rows),
         )  # fmt: skip
@@ -57,22 +65,41 @@ class Entry:
         return place(self.dataset, self.recipe, self.model, self.steps)
 
 
+def _peak(rows: Rows) -> dict[str, int]:
+    told = [row.get("peak_memory") or {} for row in rows]
+    found = {what: [peak[what] for peak in told if peak.get(what)] for what in PHASES}
+    return {what: max(sizes) for what, sizes in found.items() if sizes}
+
+
 def point_table(entries: list[Entry]) -> Table:
     """Entries of one data set: a column for each test set, the published beside."""
     tests = list(dict.fromkeys(test for entry in entries for test in entry.by_batch))
     published = {test: any(test in entry.published for entry in entries) for test in tests}
+    exact = {test: any(test in entry.exact for entry in entries) for test in tests}
+    phases = [phase for phase in PHASES if any(phase in entry.peak for entry in entries)]
     head = ["model", "recipe"]
     for test in tests:
-        head += [f"{test}, by batch", *(["published"] if published[test] else []), "by point"]
-    head += ["parameters", "steps x batch", "minutes", "device", "seeds"]
+        head += [f"{test}, by batch", *(["published"] if published[test] else [])]
+        head += [*(["exact"] if exact[test] else []), "by point"]
+    head += [
+        "parameters",
+        "steps x batch",
+        "minutes",
+        *(f"{phase}, GB" for phase in phases),
+        "device",
+        "seeds",
+    ]
     cells = []
     for entry in entries:
         row = [model_name(entry.model), entry.recipe]
         for test in tests:
             paper = f"{entry.published[test]:.2f}" if test in entry.published else ""
             row += [str(entry.by_batch.get(test, "")), *([paper] if published[test] else [])]
+            row += [f"{entry.exact[test]:.2f}" if test in entry.exact else ""] if exact[test] else []
             row.append(str(entry.by_point.get(test, "")))
         size = f"{entry.steps:,} x {entry.batch}"
-        row += [f"{entry.parameters:,}", size, f"{entry.minutes:.1f}", entry.device, str(len(entry.seeds))]
+        row += [f"{entry.parameters:,}", size, f"{entry.minutes:.1f}"]
+        row += [f"{entry.peak[phase] / 1e9:.1f}" if phase in entry.peak else "" for phase in phases]
+        row += [entry.device, str(len(entry.seeds))]
         cells.append(row)
     return NAMES.get(entries[0].dataset, entries[0].dataset), head, cells

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from jaxtyping import Float64, Int64
@@ -78,12 +78,8 @@ class Table:
             group: name of the column that says which rows belong together; any text.
         """
         path = Path(path)
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no file {path} to read a table from")
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            header = file.readline()
-            delimiter = max(",;\t", key=header.count)
-            names = [name.strip() for name in next(csv.reader([header], delimiter=delimiter), [])]
+        with _opened(path) as file:
+            names, delimiter = _header(file)
             wanted = [*x, *y]
             places = [_place(name, names, path) for name in wanted]
             group_place = None if group is None else _place(group, names, path)
@@ -104,6 +100,12 @@ class Table:
         table = Table(numbers[:, : len(x)], numbers[:, len(x) :], groups, path.name)
         _varied(table, wanted, path)
         return _checked(table)
+
+    @staticmethod
+    def columns(path: str | os.PathLike[str]) -> list[str]:
+        """The names of a CSV file's columns: its first line."""
+        with _opened(Path(path)) as file:
+            return _header(file)[0]
 
     def __len__(self) -> int:
         return self.x.shape[0]
@@ -151,6 +153,19 @@ class Table:
         return Table(tensors["x"], tensors["y"], tensors.get("groups"), header["name"])
 
 
+def _opened(path: Path) -> TextIO:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path} to read a table from")
+    return path.open(newline="", encoding="utf-8-sig")
+
+
+def _header(file: TextIO) -> tuple[list[str], str]:
+    """Names of the columns, and what parts them."""
+    header = file.readline()
+    delimiter = max(",;\t", key=header.count)
+    return [name.strip() for name in next(csv.reader([header], delimiter=delimiter), [])], delimiter
+
+
 def _place(name: str, names: list[str], path: Path) -> int:
     if name in names:
         return names.index(name)
@@ -164,7 +179,10 @@ def _number(cell: str, where: str) -> float:
         number = float(cell)
     except ValueError:
         shown = repr(cell) if cell.strip() else "empty"
-        raise ValueError(f"{where} is {shown}, not a number: correct the cell or leave the row out") from None
+        raise ValueError(
+            f"{where} is {shown}, not a number: correct the cell, leave the row out, or take another column "
+            "(only a group may be text)"
+        ) from None
     if not isfinite(number):
         raise ValueError(f"{where} is {cell.strip()}: every number must be finite; leave the row out")
     return number

@@ -1,9 +1,11 @@
 """A batch of regression tasks: context points to condition on, target points to predict."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -18,6 +20,8 @@ class Task:
         xc, yc: context inputs and outputs.
         xt, yt: target inputs and outputs.
         mask_c, mask_t: which context and target points are real; None: all of them.
+        exact: log-likelihood of each target (0 where masked out) under the process that it came from,
+            where that is known: on the average no model has a higher one.
 
     Example:
         Masked targets count neither above nor below the line.
@@ -34,6 +38,7 @@ class Task:
     yt: Float[Tensor, "b m y"]
     mask_c: Bool[Tensor, "b n"] | None = None
     mask_t: Bool[Tensor, "b m"] | None = None
+    exact: Float[Tensor, "b m"] | None = None
 
     def __post_init__(self) -> None:
         device = self.xc.device
@@ -48,6 +53,20 @@ class Task:
                 f"the context is a batch of {self.xc.shape[0]}, the targets one of {self.xt.shape[0]}: "
                 "they must be the same"
             )
+
+    @staticmethod
+    def stack(tasks: Sequence["Task"]) -> "Task":
+        """Batches of any sizes as one batch: padded to the largest of them, which masks tell."""
+        if len(tasks) == 1:
+            return tasks[0]
+        xc, yc, mask_c = _padded([(task.xc, task.yc, task.mask_c) for task in tasks])
+        xt, yt, mask_t = _padded([(task.xt, task.yt, task.mask_t) for task in tasks])
+        known = [task.exact for task in tasks if task.exact is not None]
+        most = xt.shape[1]
+        exact = (
+            torch.cat([F.pad(t, (0, most - t.shape[1])) for t in known]) if len(known) == len(tasks) else None
+        )
+        return Task(xc, yc, xt, yt, mask_c, mask_t, exact)
 
     @property
     def batch(self) -> int:
@@ -80,6 +99,20 @@ class Task:
             part = getattr(self, field.name)
             moved[field.name] = None if part is None else part.to(device, non_blocking=non_blocking)
         return Task(**moved)
+
+
+def _padded(sides: list[tuple[Tensor, Tensor, Tensor | None]]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Points of several batches as one batch, with zeros behind the fewer ones, and a mask if need be."""
+    xs, ys, masks = zip(*sides, strict=True)
+    rest = [max(x.shape[1] for x in xs) - x.shape[1] for x in xs]
+    x, y = (torch.cat([F.pad(p, (0, 0, 0, r)) for p, r in zip(ps, rest, strict=True)]) for ps in (xs, ys))
+    if not any(rest) and all(mask is None for mask in masks):
+        return x, y, None
+    real = (
+        torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
+        for x, mask in zip(xs, masks, strict=True)
+    )
+    return x, y, torch.cat([F.pad(mask, (0, r)) for mask, r in zip(real, rest, strict=True)])
 
 
 def _count(points: Tensor, mask: Tensor | None) -> Tensor:
