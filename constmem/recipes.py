@@ -41,7 +41,7 @@ class Recipe:
         model: keywords of the model's constructor.
     """
 
-    steps: int = 16_000
+    steps: int = 12_000
     batch: int = 192
     optimiser: Optimiser = "muon"
     lr: float = 2e-3
@@ -128,6 +128,7 @@ def recipe(dataset: str, model: str, name: str = "improved") -> Recipe:
             sampling="reference", max_points=max_points, model=settings,
         )  # fmt: skip
     shape = {
+        "emnist": {"steps": 8000} if base_model in _CNP_FAMILY else {},
         "digits": {"steps": 1200, "batch": 64, "lr": 2e-3, "num_targets": 20, "warmup": 100, "skew": 2.0},
         "celeba64": {"batch": 64, "num_targets": 400},
         "celeba128": {"batch": 32, "num_targets": 800},
