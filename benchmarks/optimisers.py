@@ -1,6 +1,6 @@
 """Adam against Muon at several rates: a small CMANP on EMNIST's digits, the same tasks for all.
 
-    python benchmarks/optimisers.py --data-dir DATA      # a quarter of an hour; writes results/optimisers.json
+    python benchmarks/optimisers.py --data-dir DATA   # a quarter of an hour; writes results/optimisers.json
 
 Every run has the same initial weights, the same 600 batches of 32 images, the same warm-up and cosine; only
 optimiser and rate differ. Scored by the log-likelihood of a point on held-out training images.
@@ -21,8 +21,8 @@ CPU = torch.device("cpu")
 
 def scored(optimiser: recipes.Optimiser, lr: float, steps: int, data_dir: Path | None) -> dict[str, object]:
     recipe = dataclasses.replace(
-        recipes.recipe("emnist", "cmanp-small"), optimiser=optimiser, lr=lr, steps=steps, batch=32, warmup=100,
-        num_targets=100, augment="none",
+        recipes.recipe("emnist", "cmanp-small"), optimiser=optimiser, lr=lr, steps=steps, batch=32,
+        warmup=100, num_targets=100, augment="none",
     )  # fmt: skip
     run = train.Run("emnist", "cmanp-small", "improved", recipe)
     source = sources.open_source("emnist", recipe, data_dir=data_dir, device=CPU)

@@ -187,6 +187,26 @@ def events(dataset: str) -> str:
     return f"### {NAMES.get(dataset, dataset)}\n\n{table}" if table else ""
 
 
+def optimisers() -> str:
+    """Held-out log-likelihood by optimiser and rate."""
+    found = rows("optimisers")
+    first = found[0]
+    lines = [
+        f"| rate, {first['steps']:,} steps | " + " | ".join(f"{lr:g}" for lr in _rates(found)) + " |",
+        "|---" * (1 + len(_rates(found))) + "|",
+    ]
+    for name in dict.fromkeys(r["optimiser"] for r in found):
+        own = {r["lr"]: r["validation"] for r in found if r["optimiser"] == name}
+        cells = (f"{own[lr]:.2f}" if lr in own else "" for lr in _rates(found))
+        lines.append(f"| {name.capitalize()} | {' | '.join(cells)} |")
+    lines += ["", "Log-likelihood of a point on held-out images, a small CMANP on EMNIST's digits."]
+    return "\n".join(lines)
+
+
+def _rates(found: list[dict[str, Any]]) -> list[float]:
+    return sorted({r["lr"] for r in found})
+
+
 def event_cost() -> str:
     """Bytes, peak and seconds an event of event models against how many events they have seen."""
     found = rows("event_cost")
@@ -234,6 +254,7 @@ def documents() -> Iterator[tuple[Path, str, str]]:
     yield ROOT / "README.md", "reproduction", reproduction()
     yield docs / "idea.md", "numbers", numbers()
     yield docs / "memory.md", "fused", complexity("fused")
+    yield docs / "training.md", "optimisers", optimisers()
     yield docs / "memory.md", "written out", complexity("written out")
     for dataset in EVENTS:
         yield docs / "event-models.md", dataset, events(dataset)

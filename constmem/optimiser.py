@@ -1,8 +1,9 @@
 """Muon: steps of even size in every direction for matrices, and Adam for all the rest.
 
 The momentum G of a weight matrix is replaced by the orthogonal matrix nearest to it, U V' of G = U S V'.
-What few directions the gradients agree on no longer drowns the others (docs/training.md). (K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; steps
-scaled to the size of Adam's as in J. Liu et al., "Muon is scalable for LLM training", 2025.)
+What few directions the gradients agree on no longer drowns the others; docs/training.md shows what that is
+worth. (K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; steps scaled to
+the size of Adam's as in J. Liu et al., "Muon is scalable for LLM training", 2025.)
 """
 
 from collections.abc import Sequence

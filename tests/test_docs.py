@@ -2,13 +2,16 @@
 
 import doctest
 import importlib
+import json
 import pkgutil
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 import constmem
+from constmem.recipes import recipe
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(["constmem", *(m.name for m in pkgutil.walk_packages(constmem.__path__, "constmem."))])
@@ -62,3 +65,13 @@ def test_public_names_are_sorted_and_documented() -> None:
     names = constmem.__all__
     assert names == sorted(names, key=lambda name: (not name.isupper(), name))
     assert all(getattr(constmem, name).__doc__ for name in names)
+
+
+@pytest.mark.parametrize("dataset", ["emnist"])
+def test_the_recipes_of_today_are_those_that_made_the_committed_rows(dataset: str) -> None:
+    content = json.loads((ROOT / "benchmarks" / "results" / f"{dataset}.json").read_text())
+    assert "--set" not in content["command"]
+    for row in content["rows"]:
+        now = asdict(recipe(dataset, row["model"], row["recipe"]))
+        made = {key: now[key] for key in row["settings"]}
+        assert row["settings"] == made, f"{row['model']} was trained by another recipe"
