@@ -123,7 +123,7 @@ def _true_nll(dataset: str, source: Source[Any]) -> dict[str, float] | None:
 
 
 POINTS = (
-    "run", "test set", "log-likelihood", "by batch", "published", "exact", "RMSE", "CRPS", "90 %", "minutes",
+    "run", "test set", "log-likelihood", "exact", "by batch", "published", "RMSE", "CRPS", "90 %", "minutes",
 )  # fmt: skip
 OF_EVENTS = (
     "run", "test set", "NLL", "time", "mark", "published", "survival", "RMSE", "error", "KS", "minutes",
@@ -159,7 +159,7 @@ def print_table(rows: Iterable[dict[str, Any]]) -> None:
 
 def _point_cells(s: dict[str, Any], published: str) -> list[str]:
     exact = f"{s['exact']:.3f}" if "exact" in s else ""
-    ours = [f"{s['log_likelihood']:.3f}", f"{s['log_likelihood_by_batch']:.3f}", published, exact]
+    ours = [f"{s['log_likelihood']:.3f}", exact, f"{s['log_likelihood_by_batch']:.3f}", published]
     return [*ours, f"{s['rmse']:.4f}", f"{s['crps']:.4f}", f"{100 * s['coverage']['0.9']:.1f} %"]
 
 
