@@ -39,9 +39,12 @@ def _processor() -> str:
 
 def save(name: str, rows: list[dict[str, Any]], **about: Any) -> None:
     """Write the rows of one benchmark, atomically."""
-    content = {**about, "rows": rows}
-    write_text(RESULTS / f"{name}.json", json.dumps(content, indent=1) + "\n")
-    print(f"wrote {(RESULTS / name).with_suffix('.json')}")
+    print(f"wrote {write(RESULTS / f'{name}.json', rows, **about)}")
+
+
+def write(path: Path, rows: list[dict[str, Any]], **about: Any) -> Path:
+    """Write rows with where they come from, atomically."""
+    return write_text(path, json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
 def peak(work: Callable[[], Any]) -> int:

@@ -95,9 +95,7 @@ class CMANP(NeuralProcess):
         return self.stack.observe(points, mask, log_weight, embed=self.embed)
 
     def _chunk(self) -> int:
-        return (
-            4096 if torch.is_grad_enabled() or self.device.type != "cpu" else self.stack.observation.chunk()
-        )
+        return self.stack.observation.chunk()
 
     def _fold(self, chunks: list[Chunk]) -> AttentionState:
         observation = self.stack.observation
