@@ -79,12 +79,12 @@ def mode(name: str) -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
     with contextlib.ExitStack() as stack:
         if name.startswith("plain"):
-            stack.enter_context(mock.patch.object(gpu, "usable", lambda _: False))
+            stack.enter_context(mock.patch.object(gpu, "usable", return_value=False))
             torch.set_float32_matmul_precision("highest" if name == "plain float32" else "high")
             if name == "plain bf16":
                 stack.enter_context(torch.autocast("cuda", torch.bfloat16))
         else:
-            stack.enter_context(mock.patch.object(gpu, "precision_of", lambda _: name))
+            stack.enter_context(mock.patch.object(gpu, "precision_of", return_value=name))
             torch.set_float32_matmul_precision("highest")
         try:
             yield
@@ -156,20 +156,27 @@ def stages() -> Iterator[Row]:
         with mode(name):
             model.stack.observe(points, embed=model.embed)
             plan = next(iter(model.stack.observation._memory.plans.values()))
-        precision = kernels.PRECISIONS[name]
-        partial = gpu._partial(plan, points, None, precision)
-        n = gpu.TOKENS // (64 * precision.operands.itemsize)
-        tokens = torch.empty(n, 64, dtype=precision.operands, device=DEVICE)
-        work = {
-            "embed": lambda p=precision: gpu._embed(plan, points[0, :n], tokens, p.embedding),  # noqa: B023
-            "softmax": lambda p=precision: kernels.softmax(  # noqa: B023
-                tokens, None, plan.absorbed, partial, points=n, precision=p  # noqa: B023
-            ),
-            "join": lambda p=precision: kernels.joined(partial, p),  # noqa: B023
-        }
+        work = stages_of(plan, points, kernels.PRECISIONS[name])
         times = {stage: machine.gpu_seconds(run) for stage, run in work.items()}
-        yield {"what": "stages", "precision": name, "tokens": n, "parts": partial[0].shape[1],
+        yield {"what": "stages", "precision": name,
+               "tokens": gpu.TOKENS // (64 * kernels.PRECISIONS[name].operands.itemsize),
                "microseconds": {stage: round(1e6 * t, 1) for stage, t in times.items()}}  # fmt: skip
+
+
+def stages_of(plan: gpu.Plan, points: Tensor, precision: Any) -> dict[str, Callable[[], Any]]:
+    """The launches that make a state, one by one."""
+    from constmem.kernels import triton as kernels
+
+    partial = gpu._partial(plan, points, None, precision)
+    n = min(gpu.TOKENS // (64 * precision.operands.itemsize), points.shape[1])
+    tokens = torch.empty(n, 64, dtype=precision.operands, device=DEVICE)
+    return {
+        "embed": lambda: gpu._embed(plan, points[0, :n], tokens, precision.embedding),
+        "softmax": lambda: kernels.softmax(
+            tokens, None, plan.absorbed, partial, points=n, precision=precision
+        ),
+        "join": lambda: kernels.joined(partial, precision),
+    }
 
 
 def errors() -> Iterator[Row]:
@@ -304,10 +311,14 @@ def read() -> Iterator[Row]:
         slow = seconds(read_literally)
         query = {m: seconds(lambda: literal.query(kept, x[:, :m])) for m in (1, 1000)}  # noqa: B023
     yield {"what": "read", "how": "literal", "milliseconds": ms(slow)}
-    with mode("half"):
-        took = seconds(lambda: model.read(state))
-    yield {"what": "read", "how": "constmem", "milliseconds": ms(took),
-           "times_the_literal": round(slow / took, 2)}  # fmt: skip
+    for name in ("plain tf32", "plain bf16", "half"):
+        with mode(name):
+            if name == "half":
+                torch.set_float32_matmul_precision("high")
+            took = seconds(lambda: model.read(state), warm=5, rounds=9)
+        how = "constmem, replayed, tf32" if name == "half" else f"constmem, eager, {name.split()[1]}"
+        yield {"what": "read", "how": how, "milliseconds": ms(took),
+               "times_the_literal": round(slow / took, 2)}  # fmt: skip
     for m, before in query.items():
         with mode("half"):
             memory = model.read(state)
@@ -366,7 +377,9 @@ def steps() -> Iterator[Row]:
     import training_step
 
     with torch.enable_grad():
-        yield from ({**row, "what": "training step", "how": row["what"]} for row in training_step.measured(rounds=3))
+        yield from (
+            {**row, "what": "training step", "how": row["what"]} for row in training_step.measured(rounds=3)
+        )
 
 
 SECTIONS = {

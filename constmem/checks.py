@@ -27,7 +27,7 @@ def finite(name: str, tensor: Tensor, mask: Tensor | None = None, *, first: int 
 
 
 def surely_finite(*tensors: Tensor) -> bool:
-    """Whether one sum over all of them is finite, as no sum with NaN or infinity in it is: one wait for a GPU."""
+    """Whether one sum over all of them is finite, as none with NaN or infinity is: one wait for a GPU."""
     if torch.compiler.is_compiling():
         return True
     wide = torch.promote_types(tensors[0].dtype, torch.float32)

@@ -167,9 +167,7 @@ class Observation(nn.Module):
             value, lse = self._single(F.linear(gpu.normed_tokens(plan, data[:, 0]), *plan.single))
         return value[..., :1, :].double().expand_as(value), lse.double()
 
-    def _plan(
-        self, memory: _Memory, data: Tensor, layers: list[tuple[Tensor, Tensor]]
-    ) -> native.Plan | None:
+    def _plan(self, memory: _Memory, data: Tensor, layers: list[tuple[Tensor, Tensor]]) -> native.Plan | None:
         """How machine code observes such data, where there is any, nothing is learned, all is float32."""
         prepared = memory.prepared
         tensors = [data, *prepared, *(t for layer in layers for t in layer)]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from constmem.kernels.native import traced
 
-WIDEST = 128  # channels of a token
+WIDEST = {"half": 128, "tf32": 64, "exact": 64}  # channels of a token
 ROWS = 128  # slots are padded to a multiple of this
 TOKENS = 2**24  # bytes of tokens that exist at a time
 PARTIAL = 2**24  # bytes of unjoined states, unless one task's take more
@@ -116,12 +116,9 @@ def plan(
     precision: str,
 ) -> Plan | None:
     """Weights as `Observation.prepared` gives them, in float64, absorbed and padded; None if too wide."""
-    heads, slots, channels = queries.shape
+    heads, _, channels = queries.shape
     width = weight.shape[1]
     d = _padded(max([width, *(n for w, _ in layers for n in w.shape)]))
-    if d > WIDEST:
-        _say(f"tokens or an embedding of {d} channels, more than {WIDEST}")
-        return None
     (key, value), (key_shift, value_shift) = weight.chunk(2), shift.chunk(2)
     absorbed = queries @ key.unflatten(0, (heads, channels))  # (h, s, d)
     score = (queries @ key_shift.view(heads, channels, 1)).flatten()
@@ -130,6 +127,9 @@ def plan(
     rows = log2(torch.e) * (absorbed - absorbed.mean(-1, keepdim=True)).flatten(0, 1)  # a token's mean is 0
     if precision == "half" and float(rows.abs().max()) > _LARGEST_HALF:
         precision = "tf32"
+    if d > WIDEST[precision]:
+        _say(f"tokens or an embedding of {d} channels, more than {WIDEST[precision]} in {precision!r}")
+        return None
     operands = torch.float16 if precision == "half" else torch.float32
     embedding, bias = _square(layers, d, queries.device)
     return Plan(
@@ -198,7 +198,7 @@ def _partial(
     """Largest score, sum of shares and sum of shared tokens for every stretch of every task."""
     b, n, inputs = data.shape
     rows, d = plan.absorbed.shape
-    tiles = precision.tiles
+    tiles = precision.cut(d)
     programs = tiles.programs * _multiprocessors(data.device)
     parts = max(1, min(programs // (rows // tiles.rows * b), -(-n // tiles.tokens)))
     partial: tuple[Tensor, Tensor, Tensor] = _kernels().nothing(b, parts, rows, d, data.device)
@@ -226,7 +226,7 @@ def merges(*tensors: Tensor) -> bool:
         and value.dtype == other_value.dtype == torch.float64
         and value.shape == other_value.shape
         and lse.shape == other_lse.shape
-        and value.shape[-1] <= WIDEST
+        and value.shape[-1] <= WIDEST["half"]
         and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
         and usable(value.device)
     )

@@ -46,6 +46,10 @@ class Precision(NamedTuple):
     lift: float
     tiles: Tiles
 
+    def cut(self, d: int) -> Tiles:
+        """The tiles for tokens of d channels: as many bytes at a time, however wide they are."""
+        return self.tiles if d <= 64 else self.tiles._replace(tokens=self.tiles.tokens // 2)
+
 
 PRECISIONS = {
     "half": Precision(torch.float16, "tf32", "bf16x3", 15.0, Tiles(64, 128, 4, 3, 3)),
@@ -77,7 +81,9 @@ def _tokens(
     mean = tl.sum(tl.where(used, x, 0.0), 1) / width
     x = tl.where(used, x - mean[:, None], 0.0)
     x = x * tl.rsqrt(tl.sum(x * x, 1) / width + 1e-5)[:, None]
-    tl.store(tokens + rows[:, None].to(tl.int64) * D + dims[None, :], x.to(tokens.dtype.element_ty), mask=there)
+    tl.store(
+        tokens + rows[:, None].to(tl.int64) * D + dims[None, :], x.to(tokens.dtype.element_ty), mask=there
+    )
 
 
 @triton.jit
@@ -224,7 +230,7 @@ def softmax(
 ) -> None:
     """Let every task's tokens be met by all slots, one stretch of them for each part of `partial`."""
     tasks, parts, slots = partial[0].shape
-    tiles = precision.tiles
+    tiles = precision.cut(tokens.shape[1])
     stretch = triton.cdiv(triton.cdiv(points, parts), tiles.tokens) * tiles.tokens
     _launch(
         _softmax, (slots // tiles.rows, parts, tasks), tokens, tokens if bias is None else bias, absorbed,
