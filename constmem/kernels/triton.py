@@ -19,6 +19,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+# Numbers that change from call to call are not specialised on: nobody waits for a compiler in a stream.
 NOTHING = tl.constexpr(-(2.0**99))  # below the score of any point, above what masks add to one
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -60,7 +61,7 @@ EMBEDDED = 128  # points a program embeds
 MERGED = 64  # slots a program merges
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _tokens(
     points, weight, bias, tokens, n, inputs, width,
     LAYERS: tl.constexpr, D: tl.constexpr, T: tl.constexpr, PRODUCTS: tl.constexpr,
@@ -114,7 +115,7 @@ def _met(
     return top, sums, seen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "stretch"])
 def _softmax(
     tokens, bias, absorbed, top, total, acc, n, stretch, slots,
     BIASED: tl.constexpr, LIFT: tl.constexpr, S: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
@@ -145,7 +146,7 @@ def _softmax(
     tl.store(acc + place[:, None] * D + dims[None, :], seen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _joined(
     top, total, acc, mean, lse, parts, slots,
     LIFT: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
@@ -171,7 +172,7 @@ def _joined(
     tl.store(mean + place[:, None] * D + dims[None, :], seen / sums[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "shared"])
 def _merge(
     value, lse, other, other_lse, merged, merged_lse, slots, channels, shared,
     S: tl.constexpr, C: tl.constexpr,
