@@ -264,6 +264,25 @@ def test_weights_trained_in_place_are_seen_and_replaced_ones_captured_anew(captu
     assert len(captures) == 2
 
 
+@pytest.mark.usefixtures("fresh")
+@torch.no_grad()
+def test_a_capture_that_fails_is_told_once_and_leaves_the_kernels_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = CMANP(dim_x=1, dim_y=1, **SMALL).eval()
+    value = torch.randn(1, *model.layout).double()
+    broken = mock.Mock(side_effect=RuntimeError("operation not permitted when stream is capturing"))
+    monkeypatch.setattr(graphs, "_capture", broken)
+    monkeypatch.setattr(graphs, "_failures", [])
+    monkeypatch.setattr(gpu, "usable", lambda _: True)
+    with caplog.at_level(logging.INFO, "constmem"):
+        for _ in range(6):
+            assert torch.equal(model._graphs.run(model, model._read, value), model._read(value))
+    assert broken.call_count == 1
+    assert len(lines(caplog)) == 1
+    assert gpu._failures == []
+
+
 def test_nothing_is_captured_while_learning(captures: list[Tensor]) -> None:
     model = CMANP(dim_x=1, dim_y=1, **SMALL)
     value = torch.randn(1, *model.layout).double()

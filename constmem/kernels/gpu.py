@@ -76,17 +76,20 @@ def _kernels() -> Any:
 @functools.cache
 def _say(why: str) -> None:
     """One line in the log, the first time."""
-    _log.warning("no kernels of our own on this GPU, PyTorch's operators serve instead: %s", why[:500])
+    _log.warning("no kernels of our own for this on the GPU, PyTorch's operators serve: %s", why[:500])
 
 
-def attempt(work: Callable[[], _Result]) -> _Result | None:
-    """What `work` gives; None, and the kernels are never tried again, if it fails but for want of memory."""
+def attempt(work: Callable[[], _Result], failures: list[str] | None = None) -> _Result | None:
+    """What `work` gives; None if it fails, but for want of memory.
+
+    Kernels that failed once are never tried again; other work keeps `failures` of its own.
+    """
     try:
         return work()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a compiler or a driver comes up with
-        _failures.append(repr(error))
+        (_failures if failures is None else failures).append(repr(error))
         _say(f"{type(error).__name__}: {error}")
         return None
 

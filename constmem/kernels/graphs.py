@@ -16,6 +16,7 @@ from constmem.kernels import gpu
 LARGEST = 2**22  # numbers given: beyond, launches are no longer what takes the time
 PATIENCE = 2  # calls before one is worth capturing
 KEPT = 4  # graphs of one model
+_failures: list[str] = []
 
 
 class _Captured(NamedTuple):
@@ -42,7 +43,7 @@ class Graphs:
 
     def run(self, module: nn.Module, work: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
         """work(given), which depends on nothing but `given` and the weights of `module`."""
-        if torch.is_grad_enabled() or given.numel() > LARGEST or not gpu.usable(given.device):
+        if torch.is_grad_enabled() or given.numel() > LARGEST or _failures or not gpu.usable(given.device):
             return work(given)
         weights = list(_weights(module))
         settings = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
@@ -61,7 +62,7 @@ class Graphs:
                 return work(given)
             if len(self._captured) >= KEPT:
                 self._captured.clear()
-            found = gpu.attempt(lambda: _capture(work, given, weights))
+            found = gpu.attempt(lambda: _capture(work, given, weights), _failures)
             if found is None:
                 return work(given)
             self._calls.clear()
