@@ -205,7 +205,9 @@ def _stepper(
             else:
                 group["lr"] = rate
         loss = step()
-        if on_gpu:  # a graph writes to weights without counting: what was computed from the old must not be kept
+        if (
+            on_gpu
+        ):  # a graph writes to weights without counting: what was computed from the old must not be kept
             torch.autograd.graph.increment_version(weights)
         return loss
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gpu_tables
 import pytest
 import torch
 
@@ -98,3 +99,17 @@ def test_the_literal_read_and_loss_are_those_of_the_model() -> None:
     torch.testing.assert_close(read, model.read(model.condition(x, y)), atol=1e-5, rtol=1e-5)
     task = x[:, :9], y[:, :9], x[:, 9:], y[:, 9:]
     torch.testing.assert_close(literal.loss(*task), model.loss(*task), atol=1e-5, rtol=1e-5)
+
+
+def test_tables_of_what_was_never_measured_are_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_tables, "RESULTS", tmp_path)
+    assert {written() for written in gpu_tables.TABLES.values()} == {""}
+    condition = {"section": "condition", "points": 10, "how": "half", "milliseconds": 2.0, "extra_bytes": 2**21,
+                 "points_a_second": 5e3, "times_the_literal": 7.0}  # fmt: skip
+    training = {"section": "steps", "what": "training step", "how": "captured", "milliseconds": 3.0,
+                "times_faster": 9.0}  # fmt: skip
+    (tmp_path / "gpu.json").write_text(json.dumps({"device": "some GPU", "rows": [condition]}))
+    (tmp_path / "gpu_steps.json").write_text(json.dumps({"rows": [training]}))
+    assert gpu_tables.condition().splitlines()[-1] == "| 10 | half | 2 | 5e+03 | 7x | 2 |"
+    assert gpu_tables.phases().splitlines()[-1] == "| training step | captured | 3 | 9x |"
+    assert gpu_tables.ceilings() == ""

@@ -16,6 +16,7 @@ from constmem.kernels import gpu
 LARGEST = 2**22  # numbers given: beyond, launches are no longer what takes the time
 PATIENCE = 2  # calls before one is worth capturing
 KEPT = 4  # graphs of one model
+REMEMBERED = 64  # kinds of calls that are counted
 _failures: list[str] = []
 
 
@@ -57,6 +58,8 @@ class Graphs:
             tuple(w.data_ptr() for w in weights),
         )
         if key not in self._captured:
+            if len(self._calls) >= REMEMBERED:
+                self._calls.clear()
             self._calls[key] = self._calls.get(key, 0) + 1
             if self._calls[key] <= PATIENCE:
                 return work(given)
