@@ -93,12 +93,13 @@ def stages_of(plan: gpu.Plan, points: Tensor, precision: Any) -> dict[str, Calla
     partial = gpu._partial(plan, points, None, precision)
     n = min(gpu.TOKENS // (64 * precision.operands.itemsize), points.shape[1])
     tokens = torch.empty(n, 64, dtype=precision.operands, device=on_gpu.DEVICE)
+    value, lse = gpu.observe(plan, points[:, :n], None)
+    join = plan.score, plan.project, plan.shift, value, lse, precision
+    meet = {"points": n, "first": False, "precision": precision}
     return {
         "embed": lambda: gpu._embed(plan, points[0, :n], tokens, precision.embedding),
-        "softmax": lambda: kernels.softmax(
-            tokens, None, plan.absorbed, partial, points=n, precision=precision
-        ),
-        "join": lambda: kernels.joined(partial, precision),
+        "softmax": lambda: kernels.softmax(tokens, None, plan.absorbed, partial, **meet),
+        "join": lambda: kernels.joined(partial, *join),
     }
 
 

@@ -41,6 +41,7 @@ def ready() -> None:
 
     for name, precision in triton.PRECISIONS.items():  # of which the interpreter knows only some
         triton.PRECISIONS[name] = precision._replace(embedding="tf32x3")
+    triton.JOINED = 128  # fewer programs, which the interpreter runs one after another
     gpu.TOKENS = 2**14  # so that a few hundred points come in several pieces
     native.library = lambda: None  # type: ignore[assignment]
     gpu.usable = lambda _: not gpu._failures

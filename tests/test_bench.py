@@ -104,8 +104,8 @@ def test_the_literal_read_and_loss_are_those_of_the_model() -> None:
 def test_tables_of_what_was_never_measured_are_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_tables, "RESULTS", tmp_path)
     assert {written() for written in gpu_tables.TABLES.values()} == {""}
-    condition = {"section": "condition", "points": 10, "how": "half", "milliseconds": 2.0, "extra_bytes": 2**21,
-                 "points_a_second": 5e3, "times_the_literal": 7.0}  # fmt: skip
+    condition = {"section": "condition", "points": 10, "how": "half", "milliseconds": 2.0,
+                 "extra_bytes": 2**21, "points_a_second": 5e3, "times_the_literal": 7.0}  # fmt: skip
     training = {"section": "steps", "what": "training step", "how": "captured", "milliseconds": 3.0,
                 "times_faster": 9.0}  # fmt: skip
     (tmp_path / "gpu.json").write_text(json.dumps({"device": "some GPU", "rows": [condition]}))

@@ -10,7 +10,7 @@ import importlib
 import logging
 import os
 from collections.abc import Callable, Sequence
-from math import log, log2
+from math import log2
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -23,7 +23,7 @@ from constmem.kernels.native import traced
 WIDEST = {"half": 128, "tf32": 64, "exact": 64}  # channels of a token
 ROWS = 128  # slots are padded to a multiple of this
 TOKENS = 2**24  # bytes of tokens that exist at a time
-PARTIAL = 2**24  # bytes of unjoined states, unless one task's take more
+PARTIAL = 2**27  # bytes of unjoined states of many tasks
 OLDEST = 8, 0  # compute capability with asynchronous copies and TF32
 CHUNK = 2**19  # points a model observes at a time
 _LARGEST_HALF = 3e4
@@ -40,8 +40,8 @@ class Plan(NamedTuple):
     embedding_bias: Float[Tensor, "l d"]
     absorbed: Float[Tensor, "s d"]  # q Wk of all slots of all heads, to base two
     score: Float[Tensor, " s"]  # what the shift of keys adds to every score, in float64
-    project: Float[Tensor, "h d c"]  # from mean tokens to values, in float64
-    shift: Float[Tensor, "h 1 c"]
+    project: Float[Tensor, "h c d"]  # from mean tokens to values, in float64
+    shift: Float[Tensor, "h c"]
     single: tuple[Tensor, Tensor]  # for one point at a time: scores and values of a token in float32
     width: int
 
@@ -125,7 +125,7 @@ def plan(
     (key, value), (key_shift, value_shift) = weight.chunk(2), shift.chunk(2)
     absorbed = queries @ key.unflatten(0, (heads, channels))  # (h, s, d)
     score = (queries @ key_shift.view(heads, channels, 1)).flatten()
-    project = value.unflatten(0, (heads, channels)).mT
+    project = value.unflatten(0, (heads, channels))
     single = torch.cat([absorbed.flatten(0, 1), value]), torch.cat([score, value_shift])
     rows = log2(torch.e) * (absorbed - absorbed.mean(-1, keepdim=True)).flatten(0, 1)  # a token's mean is 0
     if precision == "half" and float(rows.abs().max()) > _LARGEST_HALF:
@@ -138,7 +138,7 @@ def plan(
     return Plan(
         precision, embedding, bias,
         F.pad(rows, (0, d - width, 0, -len(rows) % ROWS)).to(operands).contiguous(), score,
-        F.pad(project, (0, 0, 0, d - width)).contiguous(), value_shift.view(heads, 1, channels),
+        F.pad(project, (0, d - width)).contiguous(), value_shift.view(heads, channels).contiguous(),
         (single[0].float(), single[1].float()), width,
     )  # fmt: skip
 
@@ -172,26 +172,17 @@ def observe(
     plan: Plan, data: Float[Tensor, "b n i"], bias: Float[Tensor, "b n"] | None
 ) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h s"]]:
     """Value and lse of each task's points in float64; points of bias `EMPTY` are left out."""
-    heads, _, channels = plan.project.shape
-    rows, d = plan.absorbed.shape
+    heads, channels, d = plan.project.shape
     kernels = _kernels()
     precision = kernels.PRECISIONS[plan.precision]
-    slots = len(plan.score) // heads
-    shape = len(data), heads, slots
+    shape = len(data), heads, len(plan.score) // heads
     value = torch.empty(*shape, channels, dtype=torch.float64, device=data.device)
     lse = torch.empty(shape, dtype=torch.float64, device=data.device)
-    group = max(1, PARTIAL // (4 * rows * d))
+    group = max(1, PARTIAL // (4 * len(plan.absorbed) * d))
     for i in range(0, len(data), group):
         here = slice(i, i + group)
         partial = _partial(plan, data[here], None if bias is None else bias[here].float(), precision)
-        mean, base_two = kernels.joined(partial, precision)
-        mean = mean[:, : heads * slots].unflatten(1, (heads, slots))
-        torch.matmul(mean, plan.project, out=value[here])
-        lse[here] = (base_two[:, : heads * slots] * log(2.0) + plan.score).view(-1, heads, slots)
-    nothing = None if bias is None else lse <= -(2.0**99)
-    value += plan.shift
-    if nothing is not None:
-        value, lse = value.masked_fill(nothing[..., None], 0.0), lse.masked_fill(nothing, -(2.0**100))
+        kernels.joined(partial, plan.score, plan.project, plan.shift, value[here], lse[here], precision)
     return value, lse
 
 
@@ -204,7 +195,8 @@ def _partial(
     tiles = precision.cut(d)
     programs = tiles.programs * _multiprocessors(data.device)
     parts = max(1, min(programs // (rows // tiles.rows * b), -(-n // tiles.tokens)))
-    partial: tuple[Tensor, Tensor, Tensor] = _kernels().nothing(b, parts, rows, d, data.device)
+    top, total = torch.empty(2, b, parts, rows, device=data.device).unbind(0)
+    partial = top, total, torch.empty(b, parts, rows, d, device=data.device)
     step = max(TOKENS // (b * d * precision.operands.itemsize), tiles.tokens)
     tokens = torch.empty(b * min(step, n), d, dtype=precision.operands, device=data.device)
     for start in range(0, n, step):
@@ -212,7 +204,9 @@ def _partial(
         extra = None if bias is None else bias[:, start : start + step].contiguous()
         _embed(plan, here, tokens, precision.embedding)
         points = len(here) // b
-        _kernels().softmax(tokens, extra, plan.absorbed, partial, points=points, precision=precision)
+        _kernels().softmax(
+            tokens, extra, plan.absorbed, partial, points=points, first=start == 0, precision=precision
+        )
     return partial
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 # Numbers that change from call to call are not specialised on: nobody waits for a compiler in a stream.
 NOTHING = tl.constexpr(-(2.0**99))  # below the score of any point, above what masks add to one
-LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
 class Tiles(NamedTuple):
@@ -59,6 +59,7 @@ PRECISIONS = {
 }
 EMBEDDED = 128  # points a program embeds
 MERGED = 64  # slots a program merges
+JOINED = 16  # slots a program joins
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -115,9 +116,9 @@ def _met(
     return top, sums, seen
 
 
-@triton.jit(do_not_specialize=["n", "stretch"])
+@triton.jit(do_not_specialize=["n", "stretch", "first"])
 def _softmax(
-    tokens, bias, absorbed, top, total, acc, n, stretch, slots,
+    tokens, bias, absorbed, top, total, acc, n, stretch, slots, first,
     BIASED: tl.constexpr, LIFT: tl.constexpr, S: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
     PRODUCTS: tl.constexpr,
 ):  # fmt: skip
@@ -126,8 +127,9 @@ def _softmax(
     rows, dims = block * S + tl.arange(0, S), tl.arange(0, D)
     a = tl.load(absorbed + rows[:, None] * D + dims[None, :])
     place = (task * tl.num_programs(1) + part) * slots + rows
-    m, sums = tl.load(top + place), tl.load(total + place)
-    seen = tl.load(acc + place[:, None] * D + dims[None, :])
+    old = (rows >= 0) & (first == 0)
+    m, sums = tl.load(top + place, mask=old, other=NOTHING), tl.load(total + place, mask=old, other=0.0)
+    seen = tl.load(acc + place[:, None] * D + dims[None, :], mask=old[:, None], other=0.0)
     tokens += task.to(tl.int64) * n * D
     bias += task * n
     start = part * stretch
@@ -148,28 +150,33 @@ def _softmax(
 
 @triton.jit(do_not_specialize=["parts"])
 def _joined(
-    top, total, acc, mean, lse, parts, slots,
+    top, total, acc, score, project, shift, value, lse, parts, padded, slots, channels,
     LIFT: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """The stretches of one task as one softmax, in float64: its mean of tokens, and lse to base two."""
-    task = tl.program_id(1)
-    rows, dims = tl.program_id(0) * S + tl.arange(0, S), tl.arange(0, D)
+    """The stretches of one task as one softmax, in float64, and its mean tokens projected to values."""
+    own, head, task = tl.program_id(0) * S + tl.arange(0, S), tl.program_id(1), tl.program_id(2)
+    there, rows, dims = own < slots, head * slots + own, tl.arange(0, D)
     m, sums = tl.full((S,), NOTHING, tl.float64), tl.zeros((S,), tl.float64)
     seen = tl.zeros((S, D), tl.float64)
     for part in range(parts):
-        place = (task * parts + part) * slots + rows
-        here = tl.load(top + place).to(tl.float64)
+        place = (task * parts + part) * padded + rows
+        here = tl.load(top + place, mask=there, other=NOTHING).to(tl.float64)
         best = tl.maximum(m, here)
         keep, take = tl.exp2(m - best), tl.exp2(here - best)
-        sums = sums * keep + tl.load(total + place).to(tl.float64) * take
-        more = tl.load(acc + place[:, None] * D + dims[None, :]).to(tl.float64)
-        seen = seen * keep[:, None] + more * take[:, None]
+        sums = sums * keep + tl.load(total + place, mask=there, other=0.0).to(tl.float64) * take
+        more = tl.load(acc + place[:, None] * D + dims[None, :], mask=there[:, None], other=0.0)
+        seen = seen * keep[:, None] + more.to(tl.float64) * take[:, None]
         m = best
     nothing = sums == 0.0
     sums = tl.where(nothing, 1.0, sums)
-    place = task.to(tl.int64) * slots + rows
-    tl.store(lse + place, tl.where(nothing, NOTHING * 4.0, m - LIFT + tl.log2(sums)))
-    tl.store(mean + place[:, None] * D + dims[None, :], seen / sums[:, None])
+    mean = seen / sums[:, None]
+    place = task.to(tl.int64) * tl.num_programs(1) * slots + rows
+    found = (m - LIFT + tl.log2(sums)) * LN2 + tl.load(score + rows, mask=there, other=0.0)
+    tl.store(lse + place, tl.where(nothing, NOTHING * 2.0, found), mask=there)
+    for c in range(channels):
+        w = tl.load(project + (head * channels + c) * D + dims)
+        v = tl.sum(mean * w[None, :], 1) + tl.load(shift + head * channels + c)
+        tl.store(value + place * channels + c, tl.where(nothing, 0.0, v), mask=there)
 
 
 @triton.jit(do_not_specialize=["slots", "shared"])
@@ -212,14 +219,6 @@ def tokens_of(
     )  # fmt: skip
 
 
-def nothing(
-    tasks: int, parts: int, slots: int, d: int, device: torch.device
-) -> tuple[Float[Tensor, "b p s"], Float[Tensor, "b p s"], Float[Tensor, "b p s d"]]:
-    """Largest score to base two, sum of shares and sum of shared tokens, before any token was met."""
-    top = torch.full((tasks, parts, slots), NOTHING.value, device=device)
-    return top, torch.zeros_like(top), torch.zeros(*top.shape, d, device=device)
-
-
 def softmax(
     tokens: Float[Tensor, "bn d"],
     bias: Float[Tensor, "b n"] | None,
@@ -227,6 +226,7 @@ def softmax(
     partial: tuple[Tensor, Tensor, Tensor],
     *,
     points: int,
+    first: bool,
     precision: Precision,
 ) -> None:
     """Let every task's tokens be met by all slots, one stretch of them for each part of `partial`."""
@@ -235,21 +235,28 @@ def softmax(
     stretch = triton.cdiv(triton.cdiv(points, parts), tiles.tokens) * tiles.tokens
     _launch(
         _softmax, (slots // tiles.rows, parts, tasks), tokens, tokens if bias is None else bias, absorbed,
-        *partial, points, stretch, slots,
+        *partial, points, stretch, slots, int(first),
         BIASED=bias is not None, LIFT=precision.lift, S=tiles.rows, D=tokens.shape[1], T=tiles.tokens,
         PRODUCTS=precision.products, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 
 def joined(
-    partial: tuple[Tensor, Tensor, Tensor], precision: Precision
-) -> tuple[Float[Tensor, "b s d"], Float[Tensor, "b s"]]:
-    """Mean token and lse (to base two) of every slot in float64, over all parts."""
-    tasks, parts, slots, d = partial[2].shape
-    mean = torch.empty(tasks, slots, d, dtype=torch.float64, device=partial[2].device)
-    lse = torch.empty(tasks, slots, dtype=torch.float64, device=partial[2].device)
-    _launch(_joined, (slots // 16, tasks), *partial, mean, lse, parts, slots, LIFT=precision.lift, S=16, D=d)
-    return mean, lse
+    partial: tuple[Float[Tensor, "b p r"], Float[Tensor, "b p r"], Float[Tensor, "b p r d"]],
+    score: Float[Tensor, " hs"],
+    project: Float[Tensor, "h c d"],
+    shift: Float[Tensor, "h c"],
+    value: Float[Tensor, "b h s c"],
+    lse: Float[Tensor, "b h s"],
+    precision: Precision,
+) -> None:
+    """Write value and lse of all parts together, in float64."""
+    _, parts, padded, d = partial[2].shape
+    tasks, heads, slots, channels = value.shape
+    _launch(
+        _joined, (triton.cdiv(slots, JOINED), heads, tasks), *partial, score, project, shift, value, lse,
+        parts, padded, slots, channels, LIFT=precision.lift, S=JOINED, D=d,
+    )  # fmt: skip
 
 
 def merge(
