@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_tables
+
 from constmem.comparison import NAMES, Figure, compare, markdown, model_name
 from constmem.files import write_text
 from constmem.recipes import EVENTS
