@@ -14,7 +14,7 @@ import statistics
 import torch
 from record import save
 
-from constmem import CMANP, recipes, train
+from constmem import CMANP, recipes, sources, train
 from constmem.bench.benches import stepping
 from constmem.bench.literal import Literal
 from constmem.bench.record import provenance
@@ -23,14 +23,11 @@ from constmem.data import Task
 BATCH = POINTS = 100
 
 
-class _Fixed:
+def fixed(task: Task) -> sources.Source[Task]:
     """A source that always gives the same task."""
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-
-    def sample(self, _: torch.Generator) -> Task:
-        return self.task
+    return sources.Source(
+        lambda _: task, lambda: iter(()), {}, "one task", sources._task_loss, sources._task_score
+    )
 
 
 def our_step(model: CMANP, task: Task, *, precision: str, captured: bool):
@@ -38,12 +35,13 @@ def our_step(model: CMANP, task: Task, *, precision: str, captured: bool):
         recipes.recipe("celeba32", "cmanp"),
         precision=precision,
         clip=0.0,
+        optimiser="adam",
         sampling="static" if captured else "reference",
     )
     device = task.xc.device
     optimiser = train._optimiser(model, recipe, device)
     generator = torch.Generator(device).manual_seed(0)
-    step = train._stepper(recipe, model, optimiser, _Fixed(task), generator, compiled=captured)
+    step = train._stepper(recipe, model, optimiser, fixed(task), generator, compiled=captured)
     return lambda: step(5e-4)
 
 
