@@ -25,6 +25,8 @@ bench: $(VENV)/.dev  ## measure every claim again
 	$(BIN)/python benchmarks/event_cost.py
 	$(BIN)/python benchmarks/update.py
 	$(BIN)/python benchmarks/numerics.py
+	$(BIN)/python benchmarks/rounding.py
+	$(BIN)/constmem bench --out benchmarks/results/bench.json
 
 $(VENV)/.pip: constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -24,11 +24,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from literal import Literal, LiteralState
-from record import RESULTS, peak, provenance, save
+from record import RESULTS, save
 from torch import Tensor
 
 from constmem import kernels
+from constmem.bench.literal import Literal, LiteralState
+from constmem.bench.record import peak, provenance
 from constmem.neural_processes import MODELS, TNPD, NeuralProcess, StoredPoints
 from constmem.plots import pyplot, save_figure
 

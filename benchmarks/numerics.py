@@ -7,10 +7,11 @@ import argparse
 
 import numpy as np
 import torch
-from literal import Literal, literal_rule
-from record import provenance, save
+from record import save
 
 from constmem import CMANP, AttentionState
+from constmem.bench.literal import Literal, literal_rule
+from constmem.bench.record import provenance
 
 SLOTS, CHANNELS = 32, 8
 

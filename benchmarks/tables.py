@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gpu_tables
+
 from constmem.comparison import NAMES, Figure, compare, markdown, model_name
 from constmem.files import write_text
 from constmem.recipes import EVENTS
@@ -261,6 +263,8 @@ def documents() -> Iterator[tuple[Path, str, str]]:
     for dataset in ("taxi", "mooc"):
         yield docs / "event-models.md", f"ablation {dataset}", ablation(dataset)
     yield docs / "event-models.md", "event cost", event_cost()
+    for name, written in gpu_tables.TABLES.items():
+        yield docs / "performance.md", name, written()
 
 
 def main() -> None:

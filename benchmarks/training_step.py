@@ -12,37 +12,22 @@ import dataclasses
 import statistics
 
 import torch
-from literal import Literal
-from record import provenance, save
+from record import save
 
-from constmem import CMANP, recipes, train
+from constmem import CMANP, recipes, sources, train
+from constmem.bench.benches import stepping
+from constmem.bench.literal import Literal
+from constmem.bench.record import provenance
 from constmem.data import Task
 
 BATCH = POINTS = 100
 
 
-def literal_step(model: CMANP, task: Task):
-    literal = Literal(model, None)
-    optimiser = torch.optim.Adam(model.parameters(), lr=5e-4)
-
-    def step() -> None:
-        mean, std = literal.query(literal.condition(task.xc, task.yc), task.xt)
-        loss = -torch.distributions.Normal(mean, std).log_prob(task.yt).sum(-1).mean()
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-
-    return step
-
-
-class _Fixed:
+def fixed(task: Task) -> sources.Source[Task]:
     """A source that always gives the same task."""
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-
-    def sample(self, _: torch.Generator) -> Task:
-        return self.task
+    return sources.Source(
+        lambda _: task, lambda: iter(()), {}, "one task", sources._task_loss, sources._task_score
+    )
 
 
 def our_step(model: CMANP, task: Task, *, precision: str, captured: bool):
@@ -50,12 +35,13 @@ def our_step(model: CMANP, task: Task, *, precision: str, captured: bool):
         recipes.recipe("celeba32", "cmanp"),
         precision=precision,
         clip=0.0,
+        optimiser="adam",
         sampling="static" if captured else "reference",
     )
     device = task.xc.device
     optimiser = train._optimiser(model, recipe, device)
     generator = torch.Generator(device).manual_seed(0)
-    step = train._stepper(recipe, model, optimiser, _Fixed(task), generator, compiled=captured)
+    step = train._stepper(recipe, model, optimiser, fixed(task), generator, compiled=captured)
     return lambda: step(5e-4)
 
 
@@ -69,16 +55,17 @@ def milliseconds(step, repeats: int = 20) -> float:
     return start.elapsed_time(stop) / repeats
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+def measured(rounds: int) -> list[dict]:
+    """Milliseconds a step of each candidate, taken in turns."""
+    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(0)
     x, y = torch.rand(BATCH, 2 * POINTS, 2, device="cuda"), torch.rand(BATCH, 2 * POINTS, 3, device="cuda")
     task = Task(x[:, :POINTS], y[:, :POINTS], x[:, POINTS:], y[:, POINTS:])
+    slow = CMANP(dim_x=2, dim_y=3).cuda()
+    literal = Literal(slow, None)
     steps = {
-        "literal, eager, tf32": literal_step(CMANP(dim_x=2, dim_y=3).cuda(), task),
+        "literal, eager, tf32": stepping(slow, lambda: literal.loss(task.xc, task.yc, task.xt, task.yt)),
         "constmem, eager, tf32": our_step(
             CMANP(dim_x=2, dim_y=3).cuda(), task, precision="tf32", captured=False
         ),
@@ -96,12 +83,19 @@ def main() -> None:
     for _ in range(rounds):
         for name, step in steps.items():
             times[name].append(milliseconds(step))
+    torch.set_float32_matmul_precision(before)
     medians = {name: statistics.median(t) for name, t in times.items()}
-    slow = medians["literal, eager, tf32"]
-    rows = [
-        {"what": name, "milliseconds": round(t, 2), "times_faster": round(slow / t, 2)}
+    longest = medians["literal, eager, tf32"]
+    return [
+        {"what": name, "milliseconds": round(t, 2), "times_faster": round(longest / t, 2)}
         for name, t in medians.items()
     ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    rows = measured(parser.parse_args().rounds)
     for row in rows:
         print(row)
     about = provenance(0, "uniform random points, batch 100, 100 context and 100 target points")

@@ -6,10 +6,11 @@ python benchmarks/update.py            # about two minutes; writes results/updat
 import statistics
 
 import torch
-from literal import Literal
-from record import provenance, ratio, save, side_by_side
+from record import save
 
 from constmem import CMANP
+from constmem.bench.literal import Literal
+from constmem.bench.record import provenance, ratio, side_by_side
 
 UPDATES = 20  # single-point updates a round
 FLOPS = 2 * (

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from constmem.kernels import native, reference
+from constmem.kernels import gpu, native, reference
 
 EMPTY = -(2.0**100)  # about -1e30, and the same number in float64, float32 and bfloat16
 
@@ -52,6 +52,10 @@ def merge(
     """The state of the union of two disjoint sets; accurate to the dtype's last digits."""
     if native.merges(value, lse, other_value, other_lse):
         return native.merge(value, lse, other_value, other_lse)
+    if gpu.merges(value, lse, other_value, other_lse):
+        found = gpu.attempt(lambda: gpu.merge(value, lse, other_value, other_lse))
+        if found is not None:
+            return found
     share = torch.sigmoid(other_lse - lse)
     return torch.lerp(value, other_value, share[..., None]), torch.logaddexp(lse, other_lse)
 

@@ -115,9 +115,15 @@ class CMABStack(nn.Module):
 
     def read(self, state: AttentionState, latents: Float[Tensor, "b l d"]) -> list[Float[Tensor, "b l d"]]:
         """The latents after each block."""
+        return self.read_value(state.value, latents)
+
+    def read_value(
+        self, value: Float[Tensor, "b depth h s c"], latents: Float[Tensor, "b l d"]
+    ) -> list[Float[Tensor, "b l d"]]:
+        """The latents after each block, from a state's value: nothing else of it is read."""
         observation = self.observation
         slots = observation.normed_slots() if self.normed else observation.slots
-        values = state.value.to(latents.dtype)
+        values = value.to(latents.dtype)
         levels: list[Tensor] = []
         for i, reading in enumerate(self.readings):
             latents = reading(values[:, i], slots[i], latents)

@@ -26,6 +26,15 @@ def finite(name: str, tensor: Tensor, mask: Tensor | None = None, *, first: int 
     )
 
 
+def surely_finite(*tensors: Tensor) -> bool:
+    """Whether one sum over all of them is finite, as none with NaN or infinity is: one wait for a GPU."""
+    if torch.compiler.is_compiling():
+        return True
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    sums = [t.detach().sum(dtype=wide) for t in tensors]
+    return isfinite(sum(sums[1:], sums[0]).item())
+
+
 def points(name: str, tensor: Tensor, dim: int, like: Tensor | None = None, *, device: torch.device) -> None:
     """Refuse anything but floating (b, n, dim) on `device`, with the batch and points of `like`."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():

@@ -1,10 +1,11 @@
 """What a stack of blocks makes of data: keys, values and fixed queries of all blocks, in one pass.
 
 The slots are parameters, so everything that depends on them alone is computed once and remembered while
-they stay the same; where there is machine code for it, points go through embedding, normalisation,
-projection and softmax without a tensor of their size ever being written.
+they stay the same; where there is machine code for it, or a kernel for the GPU, points go through
+embedding, normalisation, projection and softmax without a tensor of their size ever being written.
 """
 
+import copy
 from collections.abc import Callable
 from math import sqrt
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from constmem.algebra import bias_of
 from constmem.attention import check_heads
 from constmem.embed import MLP
-from constmem.kernels import native
+from constmem.kernels import gpu, native
 from constmem.state import AttentionState
 
 
@@ -37,7 +38,7 @@ class _Memory(NamedTuple):
     sum: object
     prepared: Prepared
     absorbed: tuple[Tensor, Tensor]
-    plans: dict[tuple[int, ...], native.Plan]  # by where the weights of an embedding lie
+    plans: dict[object, Any]  # of the CPU's machine code or the GPU's kernels, by the embedding they include
 
 
 class Observation(nn.Module):
@@ -73,18 +74,20 @@ class Observation(nn.Module):
     def prepared(self) -> Prepared:
         """The fixed queries, scaled, and the wide projection to keys and values.
 
-        On a CPU, where computing them would take most of a small update's time, they are remembered
-        while the parameters stay the same. Version counters do not tell all, since some code writes to
-        `parameter.data` behind their back: so a sample of their bits is added up each time.
+        Computing them would take most of a small update's time: they are remembered while the parameters
+        stay the same. Version counters do not tell all, since some code writes to `parameter.data` behind
+        their back: so on a CPU a sample of their bits is added up each time. On a GPU, where that would mean
+        waiting for it, version counters are all there is.
         """
         parameters = [p for p in self._parameters.values() if p is not None]
-        if torch.is_grad_enabled() or parameters[0].device.type != "cpu" or native.traced():
+        where = parameters[0].device.type
+        if torch.is_grad_enabled() or where not in ("cpu", "cuda") or native.traced() or _captured(where):
             return self._prepare()
-        autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        autocast = torch.is_autocast_enabled(where), torch.get_autocast_dtype(where)
         key = parameters[0].dtype, autocast, [_identity(p) for p in parameters]
         memory = self._memory
         if memory is None or memory.key != key or memory.sum != memory.bits():
-            bits = _bits_of([p.detach() for p in parameters])
+            bits = _bits_of([p.detach() for p in parameters]) if where == "cpu" else bool
             prepared = self._prepare()
             memory = _Memory(key, bits, bits(), prepared, _absorbed(prepared), {})
             self._memory = memory
@@ -107,30 +110,66 @@ class Observation(nn.Module):
     ) -> AttentionState:
         """The state of exactly these tokens (or points that `embed` makes tokens), for all blocks at once."""
         prepared = self.prepared()
-        plan = self._plan(prepared, data, embed)
-        if plan is not None:
-            value, lse = native.observe(plan, data, bias_of(mask, log_weight, data.dtype))
+        bias = bias_of(mask, log_weight, data.dtype)
+        found = self._by_machine(prepared, data, bias, embed)
+        if found is not None:
             shape = data.shape[0], *prepared.queries.shape[:3]
-            count = torch.full(data.shape[:1], data.shape[1]) if mask is None else mask.sum(-1)
-            return AttentionState(value.view(*shape, -1), lse.view(shape), count)
+            count = _counted(data) if mask is None else mask.sum(-1)
+            return AttentionState(found[0].view(*shape, -1), found[1].view(shape), count)
         tokens = data if embed is None else embed(data)
-        if tokens.shape[1] == 1 and mask is None and log_weight is None:
-            return self._observe_single(tokens[:, 0], prepared)
+        if tokens.shape[1] == 1 and bias is None:
+            known = self._memory is not None and self._memory.prepared is prepared
+            absorbed = self._memory.absorbed if self._memory and known else _absorbed(prepared)
+            out = F.linear(F.layer_norm(tokens[:, 0], (self.dim,)), *absorbed)
+            return AttentionState.of(*self._single(out), _counted(data))
         k, v = self._keys_values(tokens, prepared)
         return AttentionState.observe(prepared.queries, k, v, mask, log_weight)
 
     def chunk(self) -> int:
         """How many tokens are best observed at a time: machine code holds only tiles of them."""
         slots = self.slots
-        plain = torch.is_grad_enabled() or slots.device.type != "cpu" or slots.dtype != torch.float32
-        return 4096 if plain or not native.usable() else 65_536
+        if torch.is_grad_enabled() or slots.dtype == torch.float64:
+            return 4096
+        if slots.device.type != "cpu":
+            return gpu.CHUNK if gpu.usable(slots.device) else 4096
+        return 65_536 if slots.dtype == torch.float32 and native.usable() else 4096
 
-    def _plan(self, prepared: Prepared, data: Tensor, embed: MLP | None) -> native.Plan | None:
-        """How machine code observes such data, where there is any, nothing is learned, all is float32."""
+    def _by_machine(
+        self, prepared: Prepared, data: Tensor, bias: Tensor | None, embed: MLP | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Value and lse by the CPU's machine code or the GPU's kernels, where either serves."""
         memory = self._memory
         if memory is None or memory.prepared is not prepared or data.shape[1] == 0:
             return None
         layers = [] if embed is None else embed.weights()
+        if gpu.usable(data.device):
+            return gpu.attempt(lambda: self._by_kernels(memory, data, bias, layers))
+        plan = self._plan(memory, data, layers)
+        return None if plan is None else native.observe(plan, data, bias)
+
+    def _by_kernels(
+        self, memory: _Memory, data: Tensor, bias: Tensor | None, layers: list[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor] | None:
+        """What the GPU's kernels make of the data; None of what they cannot take."""
+        precision = gpu.precision_of(self.slots.dtype)
+        if precision is None or data.shape[0] == 0:
+            return None
+        key = precision, *(_identity(t) for layer in layers for t in layer)
+        if key not in memory.plans:
+            memory.plans.clear()
+            with torch.autocast("cuda", enabled=False):
+                queries, weight, shift = copy.deepcopy(self).double()._prepare()
+                memory.plans[key] = gpu.plan(queries.flatten(0, 1), weight, shift, layers, precision)
+        plan: gpu.Plan | None = memory.plans[key]
+        if plan is None or data.shape[1] > 1 or bias is not None:
+            return None if plan is None else gpu.observe(plan, data, bias)
+        with torch.autocast("cuda", enabled=False):
+            value, lse = self._single(F.linear(gpu.normed_tokens(plan, data[:, 0]), *plan.single))
+        return value[..., :1, :].double().expand_as(value), lse.double()
+
+    def _plan(self, memory: _Memory, data: Tensor, layers: list[tuple[Tensor, Tensor]]) -> native.Plan | None:
+        """How machine code observes such data, where there is any, nothing is learned, all is float32."""
+        prepared = memory.prepared
         tensors = [data, *prepared, *(t for layer in layers for t in layer)]
         if any(t.dtype != torch.float32 for t in tensors) or torch.is_autocast_enabled("cpu"):
             return None
@@ -143,18 +182,16 @@ class Observation(nn.Module):
             memory.plans.clear()
             weights = native.pack(prepared.queries.flatten(0, 1), prepared.weight, prepared.shift)
             memory.plans[key] = native.Plan(weights, layers)
-        return memory.plans[key]
+        plan: native.Plan = memory.plans[key]
+        return plan
 
-    def _observe_single(self, token: Float[Tensor, "b d"], prepared: Prepared) -> AttentionState:
+    def _single(self, out: Float[Tensor, "b sv"]) -> tuple[Tensor, Tensor]:
         """The softmax over one token is one: its scores are the lse, its values every slot's value."""
-        depth, heads, slots, channels = prepared.queries.shape
-        known = self._memory is not None and self._memory.prepared is prepared
-        absorbed = self._memory.absorbed if self._memory and known else _absorbed(prepared)
-        out = F.linear(F.layer_norm(token, (self.dim,)), *absorbed)
-        scores, v = out.split([depth * heads * slots, depth * heads * channels], -1)
-        count = torch.ones(token.shape[0], dtype=torch.int64, device=token.device)
-        value = v.view(-1, depth, heads, 1, channels).expand(-1, -1, -1, slots, -1)
-        return AttentionState.of(value, scores.reshape(-1, depth, heads, slots), count)
+        depth, slots, dim = self.slots.shape
+        heads = self.num_heads
+        scores, v = out.split([depth * heads * slots, depth * dim], -1)
+        value = v.view(-1, depth, heads, 1, dim // heads).expand(-1, -1, -1, slots, -1)
+        return value, scores.reshape(-1, depth, heads, slots)
 
     def forward(
         self, tokens: Float[Tensor, "b n d"], prepared: Prepared | None = None
@@ -190,6 +227,14 @@ def _bits_of(parameters: list[Tensor]) -> Callable[[], object]:
 
 def _stride(p: Tensor) -> int:
     return 61 if p.numel() > 999 else 1
+
+
+def _captured(where: str) -> bool:
+    return where == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _counted(data: Float[Tensor, "b n i"]) -> Tensor:
+    return torch.full(data.shape[:1], data.shape[1], device=data.device)
 
 
 def _identity(p: Tensor) -> tuple[int, int]:

@@ -4,9 +4,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
+@runtime_checkable
 class Report(Protocol):
     """Called with how much is done and a few words on how it goes."""
 

@@ -174,7 +174,7 @@ def _stepper(
 ) -> Callable[[float], Tensor]:
     """A function that takes one step at a given rate and returns the loss, still on its device."""
     where: torch.device = model.device
-    on_gpu = where.type == "cuda"
+    on_gpu, weights = where.type == "cuda", list(model.parameters())
     half = on_gpu and recipe.precision == "bf16"
     compiles = compiled and on_gpu and recipe.sampling != "ragged"  # too many shapes, each used too rarely
     loss_of: Callable[..., Tensor] = torch.compile(model.loss) if compiles else model.loss
@@ -204,7 +204,12 @@ def _stepper(
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
-        return step()
+        loss = step()
+        if (
+            on_gpu
+        ):  # a graph writes to weights without counting: what was computed from the old must not be kept
+            torch.autograd.graph.increment_version(weights)
+        return loss
 
     return at_rate
 

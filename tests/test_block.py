@@ -12,9 +12,9 @@ from conftest import Refuses
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from benchmarks.literal import Literal
 from constmem import CMAB, CMANP, AttentionState, CMABStack
 from constmem.attention import CrossAttention, FeedForward, SelfAttention
+from constmem.bench.literal import Literal
 from constmem.embed import MLP
 from constmem.observation import Observation
 

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import importlib.util
 import json
 import pkgutil
 import re
@@ -14,7 +15,9 @@ import constmem
 from constmem.recipes import recipe
 
 ROOT = Path(__file__).parents[1]
-MODULES = sorted(["constmem", *(m.name for m in pkgutil.walk_packages(constmem.__path__, "constmem."))])
+ABSENT = [] if importlib.util.find_spec("triton") else ["constmem.kernels.triton"]
+FOUND = (module.name for module in pkgutil.walk_packages(constmem.__path__, "constmem."))
+MODULES = sorted(["constmem", *(name for name in FOUND if name not in ABSENT)])
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.literal import Literal
 from constmem import CMANP, Stream, Window, memory
+from constmem.bench.literal import Literal
 from constmem.heads import normal
 from constmem.neural_processes import MODELS
 

@@ -67,7 +67,9 @@ def test_observing_agrees_with_float64_operators(dim: int, heads: int, slots: in
         data = torch.randn(batch, n, 3 if embed else dim)
         mask = torch.rand(batch, n) < 0.6 if kind == "masked" else None
         weight = 30 * torch.randn(batch, n) if kind == "weighted" else None
-        assert found._plan(found.prepared(), data, embed) is not None
+        found.prepared()
+        assert found._memory is not None
+        assert found._plan(found._memory, data, embed.weights() if embed else []) is not None
         seen = found.observe(data, mask, weight, embed=embed)
         expected = exact(found, data, mask, weight, embed)
         size = float(expected.lse.abs().clamp(1, 1e6).max())

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.literal import Literal
 from constmem import CMANP
+from constmem.bench.literal import Literal
 from constmem.heads import normal
 
 EXACT, SINGLE = 1e-10, 1e-4

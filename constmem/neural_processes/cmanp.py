@@ -12,6 +12,7 @@ from constmem.checks import positive
 from constmem.embed import MLP
 from constmem.fold import Chunk, fold
 from constmem.heads import Gaussian, Std
+from constmem.kernels.graphs import Graphs
 from constmem.neural_processes.base import NeuralProcess
 from constmem.neural_processes.levels import decode_levels
 from constmem.observation import Observation
@@ -84,6 +85,7 @@ class CMANP(NeuralProcess):
             FeedForward(dim=dim, hidden=hidden, residual=residual) for _ in range(depth)
         )
         self.head = Gaussian(dim=dim, hidden=hidden, dim_y=dim_y, std=std)
+        self._graphs = Graphs()
 
     def empty(self, batch: int = 1) -> AttentionState:
         return self.stack.empty(batch)
@@ -95,9 +97,7 @@ class CMANP(NeuralProcess):
         return self.stack.observe(points, mask, log_weight, embed=self.embed)
 
     def _chunk(self) -> int:
-        return (
-            4096 if torch.is_grad_enabled() or self.device.type != "cpu" else self.stack.observation.chunk()
-        )
+        return self.stack.observation.chunk()
 
     def _fold(self, chunks: list[Chunk]) -> AttentionState:
         observation = self.stack.observation
@@ -113,8 +113,10 @@ class CMANP(NeuralProcess):
 
     def read(self, state: AttentionState) -> Float[Tensor, "b depth l d"]:
         """The latents after every block."""
-        latents = self.latents.expand(state.value.shape[0], -1, -1)
-        return torch.stack(self.stack.read(state, latents), 1)
+        return self._graphs.run(self, self._read, state.value)
+
+    def _read(self, value: Float[Tensor, "b depth h s c"]) -> Float[Tensor, "b depth l d"]:
+        return torch.stack(self.stack.read_value(value, self.latents.expand(len(value), -1, -1)), 1)
 
     def decode(
         self, memory: Float[Tensor, "b depth l d"], xt: Float[Tensor, "b m x"]

@@ -7,13 +7,14 @@ turn and computes the block's output anew each time. Everything is float32, as p
 
 from dataclasses import dataclass
 from math import sqrt
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from constmem import CMANP
-from constmem.attention import CrossAttention, SelfAttention
+from constmem.block import Reading
+from constmem.neural_processes import CMANP
 
 
 @dataclass
@@ -56,8 +57,21 @@ class Literal:
             new.latents.append(latents)
         return new
 
+    def read(self, state: LiteralState) -> list[Tensor]:
+        """The latents after every block, computed anew: what the literal algorithm does in every update."""
+        latents = [self.model.latents.expand(len(state.embedding[0]), -1, -1)]
+        for block, embedding in enumerate(state.embedding):
+            latents.append(self._read(block, embedding, latents[-1]))
+        return latents[1:]
+
     def query(self, state: LiteralState, xt: Tensor) -> tuple[Tensor, Tensor]:
         return self.model.decode(torch.stack(state.latents, 1), xt)
+
+    def loss(self, xc: Tensor, yc: Tensor, xt: Tensor, yt: Tensor) -> Tensor:
+        """Minus the mean log-likelihood of a target."""
+        mean, std = self.query(self.condition(xc, yc), xt)
+        score: Tensor = torch.distributions.Normal(mean, std).log_prob(yt).sum(-1).mean()
+        return -score
 
     def _attend(self, block: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
         chunk = self.chunk or tokens.shape[1]
@@ -81,25 +95,27 @@ class Literal:
         return torch.einsum("hsc,bhnc->bhsn", q, k) / sqrt(dim // heads), v
 
     def _read(self, block: int, embedding: Tensor, latents: Tensor) -> Tensor:
-        o, reading = self.observation, self.model.stack.readings[block]
+        o, reading = self.observation, cast(Reading, self.model.stack.readings[block])
         slots = o.normed_slots()[block] if self.model.stack.normed else o.slots[block]
         data = reading.out(embedding.transpose(1, 2).flatten(2)) + slots
-        feed, attend, feed_again = reading.data
+        feed, attend, feed_again = reading.data.children()
         data = feed_again(_attention(attend, feed(data), None))
-        feed, attend, feed_again = reading.latents
-        return feed_again(_attention(attend, feed(_attention(reading.cross, latents, data)), None))
+        feed, attend, feed_again = reading.latents.children()
+        out: Tensor = feed_again(_attention(attend, feed(_attention(reading.cross, latents, data)), None))
+        return out
 
 
-def _attention(module: CrossAttention | SelfAttention, x: Tensor, context: Tensor | None) -> Tensor:
+def _attention(module: nn.Module, x: Tensor, context: Tensor | None) -> Tensor:
     """softmax(q k') v written out, with the module's norms, weights and residual."""
-    normed = module.norm(x)
-    source = normed if context is None else module.norm_context(context)
-    a = module.attention
+    own: Any = module
+    normed = own.norm(x)
+    source = normed if context is None else own.norm_context(context)
+    a = own.attention
     q = a.query(normed).unflatten(-1, (a.num_heads, -1))
     k, v = a.key_value(source).unflatten(-1, (2, a.num_heads, -1)).unbind(2)
     shares = (torch.einsum("bmhc,bnhc->bhmn", q, k) / sqrt(q.shape[-1])).softmax(-1)
-    out = a.out(torch.einsum("bhmn,bnhc->bmhc", shares, v).flatten(2))
-    return out + (normed if module.normed else x)
+    out: Tensor = a.out(torch.einsum("bhmn,bnhc->bmhc", shares, v).flatten(2))
+    return out + (normed if own.normed else x)
 
 
 def literal_rule(embedding: Tensor, log_c: Tensor, scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

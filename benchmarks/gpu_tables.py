@@ -1,0 +1,126 @@
+"""The tables of docs/performance.md; empty where nothing has been measured yet."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from constmem.bench.show import SIZES
+
+RESULTS = Path(__file__).parent / "results"
+MIB = 2**20
+ERRORS = "value, largest", "value, rms", "lse"
+CEILINGS = "of_exponential_ceiling", "of_product_ceiling"
+Rows = list[dict[str, Any]]
+
+
+def content(name: str) -> dict[str, Any]:
+    """A file of rows with where they come from; of none, no rows."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {"rows": []}
+
+
+def of(section: str, name: str = "gpu") -> Rows:
+    return [row for row in content(name)["rows"] if row.get("section") == section]
+
+
+def table(heads: tuple[str, ...], lines: list[list[str]]) -> str:
+    """Markdown; nothing where there are no lines."""
+    if not lines:
+        return ""
+    every = [list(heads), ["---"] * len(heads), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in every)
+
+
+def rounding() -> str:
+    rows = [row for row in content("rounding")["rows"] if row["points"] == 784]
+    lines = [[row["rounded"], row["operands"], *_errors(row)] for row in rows]
+    return table(("what is rounded", "operands", *ERRORS), lines)
+
+
+def errors() -> str:
+    lines = [[row["precision"], f"{row['points']:,}", *_errors(row)] for row in of("errors")]
+    scores = [[row["conditioning"], f"{row['change']:+.1e}"] for row in of("likelihood")]
+    tables = (
+        table(("precision", "points", *ERRORS), lines),
+        table(("conditioning by", "changes the log-likelihood of a target by"), scores),
+    )
+    return "\n\n".join(filter(None, tables))
+
+
+def _errors(row: dict[str, Any]) -> list[str]:
+    return [f"{row[key]:.1e}" for key in ("value", "value_rms", "lse")]
+
+
+def ceilings() -> str:
+    rows = of("ceilings")
+    if not rows:
+        return ""
+    rates = {name: rate for name, rate in rows[-1].items() if name not in ("section", "what")}
+    lines = [
+        [name.split(",")[0].removesuffix("/s"), f"{rate:.3g}", name.rpartition(", ")[2].removesuffix("/s")]
+        for name, rate in rates.items()
+    ]
+    reached = [
+        [
+            f"{row['points']:,}",
+            f"{row['points_a_second']:.3g}",
+            *(f"{100 * row[key]:.0f} %" for key in CEILINGS),
+        ]
+        for row in of("condition")
+        if CEILINGS[0] in row
+    ]
+    heads = "points", "points a second", "of the exponential ceiling", "of the product ceiling"
+    measured = f"Measured on {content('gpu')['device']}:"
+    return "\n\n".join([measured, table(("ceiling", "a second", "unit"), lines), table(heads, reached)])
+
+
+def condition() -> str:
+    lines = [
+        [f"{row['points']:,}", row["how"], _ms(row), f"{row['points_a_second']:.3g}",
+         f"{row['times_the_literal']:g}x" if "times_the_literal" in row else "",
+         f"{row['extra_bytes'] / MIB:,.0f}"]
+        for row in of("condition") + of("streamed")
+    ]  # fmt: skip
+    return table(("points", "", "ms", "points a second", "literal", "extra MiB"), lines)
+
+
+def phases() -> str:
+    """Updates, reads, queries, small batches and training."""
+    lines = [
+        [f"update by one point, {row['streams']:,} streams", row["how"], _ms(row), _times(row)]
+        for row in of("update")
+    ]
+    for row in of("read"):
+        what = f"{row['what']}, {row['targets']:,} targets" if "targets" in row else row["what"]
+        lines.append([what, row["how"], _ms(row), _times(row)])
+    lines += [[row["what"], row["how"], _ms(row), ""] for row in of("small")]
+    for row in of("training"):
+        peak = f"{row['extra_bytes'] / MIB:,.0f} MiB"
+        lines.append([f"{row['what']}, {row['points']:,} context points", f"extra peak {peak}", _ms(row), ""])
+    for row in of("steps") or of("steps", "gpu_steps"):
+        lines.append([row["what"], row["how"], _ms(row), f"{row['times_faster']:g}x"])
+    return table(("", "", "ms", "literal"), lines)
+
+
+def bench() -> str:
+    """What `constmem bench` found on a CPU."""
+    lines = []
+    for row in content("bench")["rows"]:
+        ratio = f"{row['ratio']:g}x {row['against']}" if "ratio" in row else ""
+        size = ", ".join(f"{row[key]:,} {key}" for key in SIZES if key in row)
+        lines.append([row["bench"], row["axis"], size, row["how"], _ms(row), ratio])
+    return table(("", "against", "size", "", "ms", "times as fast as"), lines)
+
+
+def _ms(row: dict[str, Any]) -> str:
+    return f"{row['milliseconds']:,.3g}" if row["milliseconds"] < 100 else f"{row['milliseconds']:,.0f}"
+
+
+def _times(row: dict[str, Any]) -> str:
+    return f"{row['times_the_literal']:,g}x" if "times_the_literal" in row else ""
+
+
+TABLES = {
+    "rounding": rounding, "gpu errors": errors, "gpu ceilings": ceilings, "gpu conditioning": condition,
+    "gpu phases": phases, "bench": bench,
+}  # fmt: skip

@@ -1,0 +1,82 @@
+"""What the sections of `gpu.py` share: data, times, peaks, and how to run in one precision or another."""
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from constmem import CMANP
+from constmem.kernels import gpu
+
+DEVICE = "cuda"
+MODES = ("half", "tf32", "exact")
+Row = dict[str, Any]
+
+
+def seconds(work: Callable[[], Any], rounds: int = 5, warm: int = 2, calls: int = 1) -> float:
+    """Median wall time of a call."""
+    for _ in range(warm):
+        work()
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            work()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / calls)
+    return statistics.median(times)
+
+
+def extra(work: Callable[[], Any]) -> int:
+    """Bytes allocated at the worst moment beyond what was there before."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def strokes(n: int, tasks: int = 1, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Pixels at random places of smooth random strokes, in the units of the shipped model."""
+    random = torch.Generator(DEVICE).manual_seed(seed)
+    draw = torch.rand(tasks, 1, 4, generator=random, device=DEVICE)
+    x = 2 * torch.rand(tasks, n, 2, generator=random, device=DEVICE) - 1
+    off = (3 * draw[..., 0] * x[..., 0] + 6 * draw[..., 1]).sin() * 0.6 + x[..., 1] * (draw[..., 2] - 0.3)
+    y = (-((off / (0.1 + 0.1 * draw[..., 3])) ** 2)).exp() - 0.5
+    return x, y[..., None]
+
+
+@contextlib.contextmanager
+def mode(name: str) -> Iterator[None]:
+    """Our kernels in one precision, or "plain ...": PyTorch's operators."""
+    before = torch.get_float32_matmul_precision()
+    with contextlib.ExitStack() as stack:
+        if name.startswith("plain"):
+            stack.enter_context(mock.patch.object(gpu, "usable", return_value=False))
+            torch.set_float32_matmul_precision("highest" if name == "plain float32" else "high")
+            if name == "plain bf16":
+                stack.enter_context(torch.autocast("cuda", torch.bfloat16))
+        else:
+            stack.enter_context(mock.patch.object(gpu, "precision_of", return_value=name))
+            torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+    if gpu._failures:
+        raise RuntimeError(f"the kernels failed: {gpu._failures.pop()}")
+
+
+def trained() -> CMANP:
+    return CMANP.from_pretrained("emnist", device=DEVICE)
+
+
+def ms(seconds: float) -> float:
+    return float(f"{1e3 * seconds:.4g}")

@@ -1,0 +1,244 @@
+"""Where a GPU observes and merges by kernels of our own: what they can take, and what happens if they fail.
+
+`triton.py` holds the kernels. It is imported at first use; where Triton is missing, the GPU too old, a size
+beyond what a program can hold, or a launch fails, one line in the log says so and PyTorch's operators serve.
+CONSTMEM_NATIVE=0 switches the kernels off, like the CPU's machine code.
+"""
+
+import functools
+import importlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from math import log2
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from constmem.kernels.native import traced
+
+WIDEST = {"half": 128, "tf32": 64, "exact": 64}  # channels of a token
+ROWS = 128  # slots are padded to a multiple of this
+TOKENS = 2**24  # bytes of tokens that exist at a time
+PARTIAL = 2**27  # bytes of unjoined states of many tasks
+OLDEST = 8, 0  # compute capability with asynchronous copies and TF32
+CHUNK = 2**19  # points a model observes at a time
+_LARGEST_HALF = 3e4
+_log = logging.getLogger("constmem")
+_failures: list[str] = []
+_Result = TypeVar("_Result")
+
+
+class Plan(NamedTuple):
+    """How points become a state: weights as the kernels read them."""
+
+    precision: str
+    embedding: Float[Tensor, "l d d"]  # (in, out) each
+    embedding_bias: Float[Tensor, "l d"]
+    absorbed: Float[Tensor, "s d"]  # q Wk of all slots of all heads, to base two
+    score: Float[Tensor, " s"]  # what the shift of keys adds to every score, in float64
+    project: Float[Tensor, "h c d"]  # from mean tokens to values, in float64
+    shift: Float[Tensor, "h c"]
+    single: tuple[Tensor, Tensor]  # for one point at a time: scores and values of a token in float32
+    width: int
+
+
+def usable(device: torch.device) -> bool:
+    """Whether kernels run there, on ordinary tensors, and none has failed yet."""
+    if device.type != "cuda" or _failures or traced() or torch.cuda.is_current_stream_capturing():
+        return False
+    return _able(device.index) and _kernels() is not None
+
+
+@functools.cache
+def _able(index: int | None) -> bool:
+    found = torch.cuda.get_device_capability(index)
+    if found < OLDEST:
+        _say(f"its compute capability is {found}, and {OLDEST} is needed")
+    return found >= OLDEST
+
+
+@functools.cache
+def _kernels() -> Any:
+    """The module of kernels; None, after one line in the log, where it cannot be imported."""
+    if os.environ.get("CONSTMEM_NATIVE", "1") == "0":
+        return None
+    try:
+        return importlib.import_module("constmem.kernels.triton")
+    except Exception as error:  # Triton's import can fail in many ways, none of which must stop anybody
+        _say(f"{type(error).__name__}: {error}")
+        return None
+
+
+@functools.cache
+def _say(why: str) -> None:
+    """One line in the log, the first time."""
+    _log.warning("no kernels of our own for this on the GPU, PyTorch's operators serve: %s", why[:500])
+
+
+def attempt(work: Callable[[], _Result], failures: list[str] | None = None) -> _Result | None:
+    """What `work` gives; None if it fails, but for want of memory.
+
+    Kernels that failed once are never tried again; other work keeps `failures` of its own.
+    """
+    try:
+        return work()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a compiler or a driver comes up with
+        (_failures if failures is None else failures).append(repr(error))
+        _say(f"{type(error).__name__}: {error}")
+        return None
+
+
+def precision_of(dtype: torch.dtype) -> str | None:
+    """How products are computed: as PyTorch would compute its own, or better.
+
+    "half" has float16 operands, which round like TF32 and run twice as fast: normalised tokens and shares
+    of a softmax do not need the range of bfloat16, whose rounding is eight times as coarse. "exact" makes
+    up float32 operands of three TF32 products.
+    """
+    if dtype == torch.float64:
+        return None
+    coarse = torch.is_autocast_enabled("cuda") or torch.get_float32_matmul_precision() != "highest"
+    return "half" if coarse or dtype != torch.float32 else "exact"
+
+
+def _padded(n: int) -> int:
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def plan(
+    queries: Float[Tensor, "h s c"],
+    weight: Float[Tensor, "kv d"],
+    shift: Float[Tensor, " kv"],
+    layers: Sequence[tuple[Tensor, Tensor]],
+    precision: str,
+) -> Plan | None:
+    """Weights as `Observation.prepared` gives them, in float64, absorbed and padded; None if too wide."""
+    heads, _, channels = queries.shape
+    width = weight.shape[1]
+    d = _padded(max([width, *(n for w, _ in layers for n in w.shape)]))
+    (key, value), (key_shift, value_shift) = weight.chunk(2), shift.chunk(2)
+    absorbed = queries @ key.unflatten(0, (heads, channels))  # (h, s, d)
+    score = (queries @ key_shift.view(heads, channels, 1)).flatten()
+    project = value.unflatten(0, (heads, channels))
+    single = torch.cat([absorbed.flatten(0, 1), value]), torch.cat([score, value_shift])
+    rows = log2(torch.e) * (absorbed - absorbed.mean(-1, keepdim=True)).flatten(0, 1)  # a token's mean is 0
+    if precision == "half" and float(rows.abs().max()) > _LARGEST_HALF:
+        precision = "tf32"
+    if d > WIDEST[precision]:
+        _say(f"tokens or an embedding of {d} channels, more than {WIDEST[precision]} in {precision!r}")
+        return None
+    operands = torch.float16 if precision == "half" else torch.float32
+    embedding, bias = _square(layers, d, queries.device)
+    return Plan(
+        precision, embedding, bias,
+        F.pad(rows, (0, d - width, 0, -len(rows) % ROWS)).to(operands).contiguous(), score,
+        F.pad(project, (0, d - width)).contiguous(), value_shift.view(heads, channels).contiguous(),
+        (single[0].float(), single[1].float()), width,
+    )  # fmt: skip
+
+
+def _square(
+    layers: Sequence[tuple[Tensor, Tensor]], d: int, device: torch.device
+) -> tuple[Float[Tensor, "l d d"], Float[Tensor, "l d"]]:
+    """The layers of an embedding, turned and padded to one square size."""
+    if not layers:
+        return torch.zeros(0, d, d, device=device), torch.zeros(0, d, device=device)
+    weights = [F.pad(w.detach().float().T, (0, d - w.shape[0], 0, d - w.shape[1])) for w, _ in layers]
+    biases = [F.pad(b.detach().float(), (0, d - b.shape[0])) for _, b in layers]
+    return torch.stack(weights), torch.stack(biases)
+
+
+def normed_tokens(plan: Plan, points: Float[Tensor, "n i"]) -> Float[Tensor, "n d"]:
+    """Points through the embedding and the normalisation, in float32."""
+    d = plan.embedding.shape[-1]
+    tokens = torch.empty(len(points), d, device=points.device)
+    _embed(plan, points.contiguous(), tokens, "tf32x3")
+    return tokens[:, : plan.width]
+
+
+def _embed(plan: Plan, points: Tensor, tokens: Tensor, products: str) -> None:
+    _kernels().tokens_of(
+        points, plan.embedding, plan.embedding_bias, tokens, width=plan.width, products=products
+    )
+
+
+def observe(
+    plan: Plan, data: Float[Tensor, "b n i"], bias: Float[Tensor, "b n"] | None
+) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h s"]]:
+    """Value and lse of each task's points in float64; points of bias `EMPTY` are left out."""
+    heads, channels, d = plan.project.shape
+    kernels = _kernels()
+    precision = kernels.PRECISIONS[plan.precision]
+    shape = len(data), heads, len(plan.score) // heads
+    value = torch.empty(*shape, channels, dtype=torch.float64, device=data.device)
+    lse = torch.empty(shape, dtype=torch.float64, device=data.device)
+    group = max(1, PARTIAL // (4 * len(plan.absorbed) * d))
+    for i in range(0, len(data), group):
+        here = slice(i, i + group)
+        partial = _partial(plan, data[here], None if bias is None else bias[here].float(), precision)
+        kernels.joined(partial, plan.score, plan.project, plan.shift, value[here], lse[here], precision)
+    return value, lse
+
+
+def _partial(
+    plan: Plan, data: Float[Tensor, "b n i"], bias: Float[Tensor, "b n"] | None, precision: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Largest score, sum of shares and sum of shared tokens for every stretch of every task."""
+    b, n, inputs = data.shape
+    rows, d = plan.absorbed.shape
+    tiles = precision.cut(d)
+    programs = tiles.programs * _multiprocessors(data.device)
+    parts = max(1, min(programs // (rows // tiles.rows * b), -(-n // tiles.tokens)))
+    top, total = torch.empty(2, b, parts, rows, device=data.device).unbind(0)
+    partial = top, total, torch.empty(b, parts, rows, d, device=data.device)
+    step = max(TOKENS // (b * d * precision.operands.itemsize), tiles.tokens)
+    tokens = torch.empty(b * min(step, n), d, dtype=precision.operands, device=data.device)
+    for start in range(0, n, step):
+        here = data[:, start : start + step].contiguous().view(-1, inputs)
+        extra = None if bias is None else bias[:, start : start + step].contiguous()
+        _embed(plan, here, tokens, precision.embedding)
+        points = len(here) // b
+        _kernels().softmax(
+            tokens, extra, plan.absorbed, partial, points=points, first=start == 0, precision=precision
+        )
+    return partial
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def merges(*tensors: Tensor) -> bool:
+    """Whether `merge` can take these: float64 on a GPU, of one shape, no gradient, nothing traced."""
+    value, lse, other_value, other_lse = tensors
+    return (
+        value.device.type == "cuda"
+        and value.dtype == other_value.dtype == torch.float64
+        and value.shape == other_value.shape
+        and lse.shape == other_lse.shape
+        and value.shape[-1] <= WIDEST["half"]
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+        and usable(value.device)
+    )
+
+
+def merge(
+    value: Float[Tensor, "*h s c"],
+    lse: Float[Tensor, "*h s"],
+    other_value: Float[Tensor, "*h s c"],
+    other_lse: Float[Tensor, "*h s"],
+) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]]:
+    """The algebra's `merge` of float64 tensors in one launch."""
+    shared = other_value.stride(-2) == 0 and other_value.shape[-2] > 1  # one point: the same for every slot
+    other_value = other_value[..., :1, :] if shared else other_value
+    found: tuple[Tensor, Tensor] = _kernels().merge(
+        *(t if t.is_contiguous() else t.contiguous() for t in (value, lse, other_value, other_lse))
+    )
+    return found

@@ -1,0 +1,100 @@
+"""Work of many small launches on a GPU, captured in a CUDA graph when it comes again, and replayed.
+
+A graph reads weights where they lie, so training in place is seen; it is captured anew for other shapes,
+other precisions and weights that lie elsewhere. What it returns is a copy: nothing a caller holds is ever
+written to again.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from constmem.kernels import gpu
+
+LARGEST = 2**22  # numbers given: beyond, launches are no longer what takes the time
+PATIENCE = 2  # calls before one is worth capturing
+KEPT = 4  # graphs of one model
+REMEMBERED = 64  # kinds of calls that are counted
+_failures: list[str] = []
+
+
+class _Captured(NamedTuple):
+    """A graph, what it reads and what it writes; weights are held so that they stay where they are."""
+
+    graph: torch.cuda.CUDAGraph
+    given: Tensor
+    result: Tensor
+    weights: list[Tensor]
+
+
+class Graphs:
+    """The graphs captured of one model's work; copies of the model begin with none."""
+
+    def __init__(self) -> None:
+        self._captured: dict[object, _Captured] = {}
+        self._calls: dict[object, int] = {}
+
+    def __deepcopy__(self, _: Any) -> "Graphs":
+        return Graphs()
+
+    def __reduce__(self) -> tuple[type["Graphs"], tuple[()]]:
+        return Graphs, ()
+
+    def run(self, module: nn.Module, work: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
+        """work(given), which depends on nothing but `given` and the weights of `module`."""
+        if torch.is_grad_enabled() or given.numel() > LARGEST or _failures or not gpu.usable(given.device):
+            return work(given)
+        weights = list(_weights(module))
+        settings = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        precision = torch.get_float32_matmul_precision(), torch.is_inference_mode_enabled()
+        key = (
+            given.shape,
+            given.dtype,
+            given.device,
+            settings,
+            precision,
+            tuple(w.data_ptr() for w in weights),
+        )
+        if key not in self._captured:
+            if len(self._calls) >= REMEMBERED:
+                self._calls.clear()
+            self._calls[key] = self._calls.get(key, 0) + 1
+            if self._calls[key] <= PATIENCE:
+                return work(given)
+            if len(self._captured) >= KEPT:
+                self._captured.clear()
+            found = gpu.attempt(lambda: _capture(work, given, weights), _failures)
+            if found is None:
+                return work(given)
+            self._calls.clear()
+            self._captured[key] = found
+        held = self._captured[key]
+        held.given.copy_(given)
+        held.graph.replay()
+        return held.result.clone()
+
+
+def _capture(work: Callable[[Tensor], Tensor], given: Tensor, weights: list[Tensor]) -> _Captured:
+    given = given.clone()
+    with torch.cuda.device(given.device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            work(given)  # what libraries allocate once, they allocate now
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = work(given)
+    return _Captured(graph, given, result, weights)
+
+
+def _weights(module: nn.Module) -> Iterator[Tensor]:
+    """All parameters, past the bookkeeping of `parameters()`, which would take as long as the work itself."""
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            yield parameter
+    for child in module._modules.values():
+        if child is not None:
+            yield from _weights(child)

@@ -1,0 +1,115 @@
+"""`constmem bench`: rows that say what they mean, and rivals that compute what they should."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu_tables
+import pytest
+import torch
+
+from constmem.bench import bench
+from constmem.bench.benches import Plan, compared
+from constmem.bench.cached import CachedTransformer
+from constmem.bench.literal import Literal
+from constmem.neural_processes import CMANP, TNPD
+
+SMALL = {"dim": 16, "depth": 2, "hidden": 16, "num_heads": 2}
+
+
+def test_a_quick_run_from_the_command_line_gives_rows_with_ratios(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    command = [
+        sys.executable,
+        "-m",
+        "constmem.cli",
+        "bench",
+        "query",
+        "--quick",
+        "--json",
+        "--out",
+        str(path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found == json.loads(path.read_text())
+    assert {"commit", "date", "device", "versions", "seed", "data"} <= found.keys()
+    assert {row["how"] for row in found["rows"]} == {"constmem", "literal", "LBANP", "TNP-D"}
+    for row in found["rows"]:
+        assert row["milliseconds"] > 0
+        assert ("ratio" in row) == (row["how"] != "literal")
+
+
+def test_the_table_names_every_candidate(capsys: pytest.CaptureFixture[str]) -> None:
+    bench(["train"], quick=True)
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("constmem", "literal", "LBANP", "TNP-D", "20 points"))
+
+
+def test_an_unknown_benchmark_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "constmem.cli", "bench", "updte"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "did you mean 'update'" in done.stderr
+
+
+def test_ratios_say_how_many_times_as_fast_as_the_other() -> None:
+    def work(numbers: int) -> None:
+        torch.randn(numbers).sort()
+
+    plan = Plan(torch.device("cpu"), quick=False)
+    rows = compared(plan, {}, {"literal": lambda: work(400_000), "constmem": lambda: work(100)})
+    literal, constmem = rows
+    assert "ratio" not in literal
+    assert constmem["ratio"] > 5
+    assert constmem["quartile_low"] <= constmem["ratio"] <= constmem["quartile_high"]
+
+
+@torch.no_grad()
+def test_the_cached_transformer_computes_what_causal_attention_over_all_points_would() -> None:
+    torch.manual_seed(0)
+    model = TNPD(dim_x=1, dim_y=1, **SMALL).eval()
+    x, y, xt = torch.randn(2, 20, 1), torch.randn(2, 20, 1), torch.randn(2, 3, 1)
+    cached = CachedTransformer(model)
+    cache = cached.empty(2)
+    for i in range(20):
+        cache = cached.update(cache, x[:, i : i + 1], y[:, i : i + 1])
+    mean, std = cached.query(cache, xt)
+    tokens = model.embed(torch.cat([x, y], -1))
+    targets = model.embed(torch.cat([xt, torch.zeros(2, 3, 1)], -1))
+    for layer in model.layers:
+        targets = layer(targets, tokens, None)
+        tokens = torch.cat([layer(tokens[:, i : i + 1], tokens[:, : i + 1], None) for i in range(20)], 1)
+    expected_mean, expected_std = model.head(targets)
+    torch.testing.assert_close(mean, expected_mean, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(std, expected_std, atol=1e-5, rtol=1e-5)
+    assert cached.filled(20, 2).count == cache.count == 20
+
+
+@torch.no_grad()
+def test_the_literal_read_and_loss_are_those_of_the_model() -> None:
+    torch.manual_seed(0)
+    model = CMANP(dim_x=1, dim_y=1, num_slots=4, num_latents=4, **SMALL).eval()
+    x, y = torch.randn(2, 20, 1), torch.randn(2, 20, 1)
+    literal = Literal(model)
+    kept = literal.condition(x, y)
+    read = torch.stack(literal.read(kept), 1)
+    torch.testing.assert_close(read, model.read(model.condition(x, y)), atol=1e-5, rtol=1e-5)
+    task = x[:, :9], y[:, :9], x[:, 9:], y[:, 9:]
+    torch.testing.assert_close(literal.loss(*task), model.loss(*task), atol=1e-5, rtol=1e-5)
+
+
+def test_tables_of_what_was_never_measured_are_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_tables, "RESULTS", tmp_path)
+    assert {written() for written in gpu_tables.TABLES.values()} == {""}
+    condition = {"section": "condition", "points": 10, "how": "half", "milliseconds": 2.0,
+                 "extra_bytes": 2**21, "points_a_second": 5e3, "times_the_literal": 7.0}  # fmt: skip
+    training = {"section": "steps", "what": "training step", "how": "captured", "milliseconds": 3.0,
+                "times_faster": 9.0}  # fmt: skip
+    (tmp_path / "gpu.json").write_text(json.dumps({"device": "some GPU", "rows": [condition]}))
+    (tmp_path / "gpu_steps.json").write_text(json.dumps({"rows": [training]}))
+    assert gpu_tables.condition().splitlines()[-1] == "| 10 | half | 2 | 5e+03 | 7x | 2 |"
+    assert gpu_tables.phases().splitlines()[-1] == "| training step | captured | 3 | 9x |"
+    assert gpu_tables.ceilings() == ""
