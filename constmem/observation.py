@@ -168,10 +168,12 @@ class Observation(nn.Module):
         return value[..., :1, :].double().expand_as(value), lse.double()
 
     def _plan(self, memory: _Memory, data: Tensor, layers: list[tuple[Tensor, Tensor]]) -> native.Plan | None:
-        """How machine code observes such data, where there is any, nothing is learned, all is float32."""
+        """How machine code observes such data, where there is any, all is float32 and on the CPU."""
         prepared = memory.prepared
         tensors = [data, *prepared, *(t for layer in layers for t in layer)]
-        if any(t.dtype != torch.float32 for t in tensors) or torch.is_autocast_enabled("cpu"):
+        if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in tensors):
+            return None
+        if torch.is_autocast_enabled("cpu"):
             return None
         if not all(t.is_contiguous() for layer in layers for t in layer):
             return None

@@ -149,6 +149,19 @@ def test_weights_written_behind_the_version_counters_back_are_noticed() -> None:
 
 
 @torch.no_grad()
+def test_machine_code_of_the_cpu_is_never_handed_memory_of_another_device() -> None:
+    model = CMANP(dim_x=1, dim_y=1, dim=16, depth=1, num_slots=4, num_latents=4).eval()
+    observation = model.stack.observation
+    points, layers = torch.randn(1, 5, 2), model.embed.weights()
+    observation.prepared()
+    assert observation._memory is not None
+    assert observation._plan(observation._memory, points, layers) is not None
+    assert observation._plan(observation._memory, points.to("meta"), layers) is None
+    elsewhere = [(weight.to("meta"), bias.to("meta")) for weight, bias in layers]
+    assert observation._plan(observation._memory, points, elsewhere) is None
+
+
+@torch.no_grad()
 def test_an_embedding_given_other_weights_is_not_taken_for_the_old_one() -> None:
     model = CMANP(
         dim_x=1, dim_y=1, dim=16, depth=1, num_slots=4, num_latents=4, hidden=16, num_heads=2
