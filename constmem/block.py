@@ -85,6 +85,7 @@ class CMABStack(nn.Module):
         check_residual(residual)
         self.normed = residual == "normed"
         self.observation = Observation(dim=dim, depth=depth, num_slots=num_slots, num_heads=num_heads)
+        self.layout = depth, num_heads, num_slots, dim // num_heads  # the shape of a state, but for the batch
         self.readings = nn.ModuleList(
             Reading(dim=dim, num_heads=num_heads, hidden=hidden, residual=residual) for _ in range(depth)
         )
@@ -105,13 +106,6 @@ class CMABStack(nn.Module):
         *shape, channels = self.layout
         device = self.observation.slots.device
         return AttentionState.empty((batch, *shape), channels, device=device)
-
-    @property
-    def layout(self) -> tuple[int, int, int, int]:
-        """The shape of a state, but for the batch: (depth, heads, slots, channels)."""
-        depth, slots, dim = self.observation.slots.shape
-        heads = self.observation.num_heads
-        return depth, heads, slots, dim // heads
 
     def read(self, state: AttentionState, latents: Float[Tensor, "b l d"]) -> list[Float[Tensor, "b l d"]]:
         """The latents after each block."""

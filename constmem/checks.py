@@ -11,7 +11,7 @@ def finite(name: str, tensor: Tensor, mask: Tensor | None = None, *, first: int 
 
     `first` is the number of points before `tensor` in the data it was cut from.
     """
-    if torch.compiler.is_compiling() or isfinite(tensor.detach().sum().item()):
+    if torch.compiler.is_compiling() or _sums_up(tensor):
         return  # a finite sum has finite terms; the other way round is looked at closely
     good = torch.isfinite(tensor)
     if mask is not None:
@@ -24,6 +24,17 @@ def finite(name: str, tensor: Tensor, mask: Tensor | None = None, *, first: int 
         f"{name}[{b}, {n + first}, {c}] is {tensor[b, n, c].item()}: every value of {name} must be "
         "finite; leave points out with mask= (True = real)"
     )
+
+
+def _sums_up(tensor: Tensor) -> bool:
+    """Whether the sum of all numbers is finite: of a few, faster outside of PyTorch."""
+    if (
+        tensor.device.type == "cpu"
+        and tensor.numel() <= 16
+        and torch._C._functorch.peek_interpreter_stack() is None
+    ):
+        return all(map(isfinite, tensor.flatten().tolist()))
+    return isfinite(tensor.detach().sum().item())
 
 
 def surely_finite(*tensors: Tensor) -> bool:

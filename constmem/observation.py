@@ -125,6 +125,19 @@ class Observation(nn.Module):
         k, v = self._keys_values(tokens, prepared)
         return AttentionState.observe(prepared.queries, k, v, mask, log_weight)
 
+    def extended(
+        self, state: AttentionState, data: Float[Tensor, "b 1 i"], *, embed: MLP | None = None
+    ) -> AttentionState | None:
+        """The state with one point more for each task, where machine code can do it in one call."""
+        prepared, memory = self.prepared(), self._memory
+        if memory is None or memory.prepared is not prepared or not _extensible(state, data):
+            return None
+        plan = self._plan(memory, data, [] if embed is None else embed.weights())
+        if plan is None or plan.weights.channels != plan.shape[-1]:  # padded channels
+            return None
+        value, lse = native.update(plan, data, state.value, state.lse)
+        return AttentionState(value, lse, state.count + 1, state.fingerprint)
+
     def chunk(self) -> int:
         """How many tokens are best observed at a time: machine code holds only tiles of them."""
         slots = self.slots
@@ -169,22 +182,15 @@ class Observation(nn.Module):
 
     def _plan(self, memory: _Memory, data: Tensor, layers: list[tuple[Tensor, Tensor]]) -> native.Plan | None:
         """How machine code observes such data, where there is any, all is float32 and on the CPU."""
-        prepared = memory.prepared
-        tensors = [data, *prepared, *(t for layer in layers for t in layer)]
-        if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in tensors):
+        if data.dtype != torch.float32 or data.device.type != "cpu":
             return None
-        if torch.is_autocast_enabled("cpu"):
+        if torch.is_autocast_enabled("cpu") or not native.usable():
             return None
-        if not all(t.is_contiguous() for layer in layers for t in layer):
-            return None
-        if not native.usable():
-            return None
-        key = tuple(t.data_ptr() for layer in layers for t in layer)
+        key = tuple((t.data_ptr(), t.is_contiguous(), t.dtype) for layer in layers for t in layer)
         if key not in memory.plans:
             memory.plans.clear()
-            weights = native.pack(prepared.queries.flatten(0, 1), prepared.weight, prepared.shift)
-            memory.plans[key] = native.Plan(weights, layers)
-        plan: native.Plan = memory.plans[key]
+            memory.plans[key] = _plan_of(memory.prepared, layers)
+        plan: native.Plan | None = memory.plans[key]
         return plan
 
     def _single(self, out: Float[Tensor, "b sv"]) -> tuple[Tensor, Tensor]:
@@ -218,6 +224,17 @@ def _absorbed(prepared: Prepared) -> tuple[Float[Tensor, "sv d"], Float[Tensor, 
     return torch.cat([scores[0].flatten(0, 2), wv]), torch.cat([scores[1].flatten(), bv])
 
 
+def _plan_of(prepared: Prepared, layers: list[tuple[Tensor, Tensor]]) -> native.Plan | None:
+    """What machine code reads, unless weights are of a kind it does not know."""
+    weights = [*prepared, *(t for layer in layers for t in layer)]
+    if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in weights):
+        return None
+    if not all(t.is_contiguous() for layer in layers for t in layer):
+        return None
+    packed = native.pack(prepared.queries.flatten(0, 1), prepared.weight, prepared.shift)
+    return native.Plan(packed, layers)
+
+
 def _bits_of(parameters: list[Tensor]) -> Callable[[], object]:
     """Adds up the bits of small parameters, and of every 61st number of large ones."""
     if native.usable() and all(p.element_size() >= 4 for p in parameters):
@@ -233,6 +250,17 @@ def _stride(p: Tensor) -> int:
 
 def _captured(where: str) -> bool:
     return where == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _extensible(state: AttentionState, data: Tensor) -> bool:
+    """Whether these are plain float64 states on a CPU, as many as there are points."""
+    value = state.value
+    return (
+        value.dtype == torch.float64
+        and value.device.type == "cpu"
+        and state.low is None
+        and value.shape[0] == data.shape[0]
+    )
 
 
 def _counted(data: Float[Tensor, "b n i"]) -> Tensor:

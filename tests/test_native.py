@@ -16,6 +16,7 @@ from constmem import CMAB, CMANP
 from constmem.algebra import EMPTY
 from constmem.embed import MLP
 from constmem.kernels import native
+from constmem.neural_processes import Scales
 from constmem.observation import Observation
 from constmem.state import AttentionState
 
@@ -146,6 +147,47 @@ def test_weights_written_behind_the_version_counters_back_are_noticed() -> None:
     before = block.observe(tokens)
     block.stack.observation.key_value.data.mul_(1.5)
     assert float((block.observe(tokens).lse - before.lse).abs().max()) > 1e-3
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("batch", [1, 3])
+@torch.no_grad()
+def test_an_update_by_one_point_is_to_the_bit_what_observing_and_merging_give(batch: int) -> None:
+    model = CMANP(dim_x=2, dim_y=1, dim=32, depth=2, num_heads=2, num_slots=21, num_latents=4).eval()
+    model.set_scales(Scales.of(5 + 3 * torch.randn(50, 2), 7 * torch.randn(50, 1)))
+    x, y = torch.randn(batch, 9, 2), torch.randn(batch, 9, 1)
+    state = model.condition(x[:, :8], y[:, :8])
+    last = x[:, 8:], y[:, 8:]
+    points = torch.cat(model._scaled((*last, None))[:2], -1)
+    assert model.stack.observation.extended(state, points, embed=model.embed) is not None
+    fast, slow = model.update(state, *last), state.merge(model.observe(*last))
+    assert torch.equal(fast.value, slow.value)
+    assert torch.equal(fast.lse, slow.lse)
+    assert fast.count.tolist() == [9] * batch
+    assert fast.fingerprint == model.fingerprint()
+    whole = model.condition(x, y)
+    assert torch.allclose(fast.value, whole.value, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["padded channels", "float32 pairs", "another batch", "learning"])
+def test_what_one_call_cannot_update_goes_the_long_way(kind: str) -> None:
+    dim = 24 if kind == "padded channels" else 32
+    model = CMANP(dim_x=1, dim_y=1, dim=dim, depth=1, num_heads=2, num_slots=4, num_latents=4).eval()
+    x, y = torch.randn(2, 9, 1), torch.randn(2, 9, 1)
+    with torch.set_grad_enabled(kind == "learning"):
+        state = model.condition(x[:, :8], y[:, :8])
+        points = torch.cat([x, y], -1)[:, 8:]
+        if kind == "float32 pairs":
+            state = state.to(dtype=torch.float32)
+        if kind == "another batch":
+            points = points[:1]
+        assert model.stack.observation.extended(state, points, embed=model.embed) is None
+        if kind == "another batch":
+            with pytest.raises(ValueError, match="differ"):
+                model.update(state, x[:1, 8:], y[:1, 8:])
+        elif kind != "float32 pairs":
+            whole = model.condition(x, y)
+            assert torch.allclose(model.update(state, x[:, 8:], y[:, 8:]).value, whole.value, atol=1e-5)
 
 
 @torch.no_grad()

@@ -504,4 +504,17 @@ void merge(int64_t states, int64_t channels, const double* value, const double* 
         }
     }
 }
+
+// Each task's state with one point more: `observe_one` and `merge` without anything between them.
+void update(const Plan* plan, int64_t tasks, const float* data, const double* value, const double* lse,
+            double* merged, double* merged_lse) {
+    const Plan& p = *plan;
+    const long states = p.heads * p.slots, numbers = states * p.channels;
+    std::vector<double> new_value(p.heads * p.channels), new_lse(states);
+    for (long task = 0; task < tasks; task++) {
+        observe_one(plan, 1, data + task * p.widths[0], new_value.data(), new_lse.data());
+        merge(states, p.channels, value + task * numbers, lse + task * states, new_value.data(), p.slots,
+              new_lse.data(), merged + task * numbers, merged_lse + task * states);
+    }
+}
 }

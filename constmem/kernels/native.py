@@ -148,6 +148,22 @@ def merge(
     return merged, merged_lse
 
 
+def update(
+    plan: Plan,
+    data: Float[Tensor, "b 1 i"],
+    value: Float[Tensor, "b *h s c"],
+    lse: Float[Tensor, "b *h s"],
+) -> tuple[Float[Tensor, "b *h s c"], Float[Tensor, "b *h s"]]:
+    """States in float64 with one point more for each task: `observe` and `merge` in one call."""
+    data, value, lse = (t if t.is_contiguous() else t.contiguous() for t in (data, value, lse))
+    merged, merged_lse = torch.empty_like(value), torch.empty_like(lse)
+    _require().update(
+        plan.pointer, data.shape[0], data.data_ptr(), value.data_ptr(), lse.data_ptr(), merged.data_ptr(),
+        merged_lse.data_ptr(),
+    )  # fmt: skip
+    return merged, merged_lse
+
+
 def merges(*tensors: Tensor) -> bool:
     """Whether `merge` can take these: float64 on a CPU, of one shape, no gradient, nothing traced."""
     value, lse, other_value, other_lse = tensors
@@ -216,7 +232,8 @@ def load(path: Path) -> ctypes.CDLL:
     found.observe.argtypes = [_Pointer, _Number, _Number, _Pointer, _Pointer, _Number, _Pointer, _Pointer]
     found.observe_one.argtypes = [_Pointer, _Number, _Pointer, _Pointer, _Pointer]
     found.merge.argtypes = [_Number, _Number, *[_Pointer] * 3, _Number, *[_Pointer] * 3]
-    for function in (found.observe, found.observe_one, found.merge):
+    found.update.argtypes = [_Pointer, _Number, *[_Pointer] * 5]
+    for function in (found.observe, found.observe_one, found.merge, found.update):
         function.restype = None
     found.sum_of_bits.argtypes = [_Number, _Pointer, _Pointer, _Pointer]
     found.sum_of_bits.restype = ctypes.c_uint64

@@ -197,11 +197,11 @@ class NeuralProcess(PointModel, Generic[S, M]):
         chunk: int | None = None,
     ) -> S:
         """The state with more points; old ones are never needed, and nothing is read."""
-        chunk = self._chunk() if chunk is None else chunk
-        checks.positive("chunk", chunk)
+        if chunk is not None:
+            checks.positive("chunk", chunk)
         self._require_own(state)
-        self._check(x, y, mask, chunk=chunk)
-        state = state.merge(self._seen(x, y, mask, chunk))
+        self._check(x, y, mask, chunk=chunk or 4096)
+        state = self._extended(state, x, y, mask, chunk)
         return self._signed(state) if state.fingerprint is None else state
 
     def predict(self, memory: M, xt: Float[Tensor, "b m x"], *, chunk: int = 4096) -> Distribution:
@@ -286,6 +286,10 @@ class NeuralProcess(PointModel, Generic[S, M]):
         if x.shape[1] <= chunk:
             return self._merged([self._scaled(cleared(x, y, mask))])
         return self._condition(self._slices(x, y, mask, chunk))
+
+    def _extended(self, state: S, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int | None) -> S:
+        """A state with more points, all of them checked."""
+        return state.merge(self._seen(x, y, mask, self._chunk() if chunk is None else chunk))
 
     def _condition(self, chunks: Iterable[Chunk]) -> S:
         if not self._learns():

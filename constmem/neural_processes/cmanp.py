@@ -96,6 +96,17 @@ class CMANP(NeuralProcess):
         points = torch.cat([x, y], -1).to(self.dtype)
         return self.stack.observe(points, mask, log_weight, embed=self.embed)
 
+    def _extended(
+        self, state: AttentionState, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int | None
+    ) -> AttentionState:
+        if x.shape[1] == 1 and mask is None and not self._learns():
+            own_x, own_y, _ = self._scaled((x, y, None))
+            points = torch.cat([own_x, own_y], -1).to(self.dtype)
+            found = self.stack.observation.extended(state, points, embed=self.embed)
+            if found is not None:
+                return found
+        return super()._extended(state, x, y, mask, chunk)
+
     def _chunk(self) -> int:
         return self.stack.observation.chunk()
 
