@@ -116,9 +116,9 @@ def _met(
     return top, sums, seen
 
 
-@triton.jit(do_not_specialize=["n", "stretch", "first"])
+@triton.jit(do_not_specialize=["n", "stretch", "new"])
 def _softmax(
-    tokens, bias, absorbed, top, total, acc, n, stretch, slots, first,
+    tokens, bias, absorbed, top, total, acc, n, stretch, slots, new,
     BIASED: tl.constexpr, LIFT: tl.constexpr, S: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
     PRODUCTS: tl.constexpr,
 ):  # fmt: skip
@@ -127,7 +127,7 @@ def _softmax(
     rows, dims = block * S + tl.arange(0, S), tl.arange(0, D)
     a = tl.load(absorbed + rows[:, None] * D + dims[None, :])
     place = (task * tl.num_programs(1) + part) * slots + rows
-    old = (rows >= 0) & (first == 0)
+    old = rows >= new  # all of them are, or none
     m, sums = tl.load(top + place, mask=old, other=NOTHING), tl.load(total + place, mask=old, other=0.0)
     seen = tl.load(acc + place[:, None] * D + dims[None, :], mask=old[:, None], other=0.0)
     tokens += task.to(tl.int64) * n * D
@@ -235,7 +235,7 @@ def softmax(
     stretch = triton.cdiv(triton.cdiv(points, parts), tiles.tokens) * tiles.tokens
     _launch(
         _softmax, (slots // tiles.rows, parts, tasks), tokens, tokens if bias is None else bias, absorbed,
-        *partial, points, stretch, slots, int(first),
+        *partial, points, stretch, slots, slots if first else 0,
         BIASED=bias is not None, LIFT=precision.lift, S=tiles.rows, D=tokens.shape[1], T=tiles.tokens,
         PRODUCTS=precision.products, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
