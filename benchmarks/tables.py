@@ -205,6 +205,24 @@ def optimisers() -> str:
     return "\n".join(lines)
 
 
+def at_full_size() -> str:
+    """The models that were trained by both optimisers, with what else differed."""
+    lines = [
+        "| EMNIST, by batch | Adam: seen, unseen | steps | Muon: seen, unseen | steps |",
+        "|---|---|---|---|---|",
+    ]
+    muon = {r["model"]: r for r in reversed(rows("emnist"))}  # seed 0 of each
+    for r in rows("emnist-adam"):
+        other = muon[r["model"]]
+        cells = [text for row in (r, other) for text in (_both(row), f"{row['steps']:,}")]
+        lines.append(f"| {model_name(r['model'])} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _both(row: dict[str, Any]) -> str:
+    return ", ".join(f"{row['scores'][name]['log_likelihood_by_batch']:.2f}" for name in ("seen", "unseen"))
+
+
 def _rates(found: list[dict[str, Any]]) -> list[float]:
     return sorted({r["lr"] for r in found})
 
@@ -257,6 +275,7 @@ def documents() -> Iterator[tuple[Path, str, str]]:
     yield docs / "idea.md", "numbers", numbers()
     yield docs / "memory.md", "fused", complexity("fused")
     yield docs / "training.md", "optimisers", optimisers()
+    yield docs / "training.md", "at full size", at_full_size()
     yield docs / "memory.md", "written out", complexity("written out")
     for dataset in EVENTS:
         yield docs / "event-models.md", dataset, events(dataset)
