@@ -182,7 +182,7 @@ def _event_source(
 def _gp(recipe: Recipe, device: torch.device) -> Source[Task]:
     def sample(generator: torch.Generator) -> Task:
         if recipe.sampling == "reference":
-            return data.gp_tasks(recipe.batch, generator=generator)[0]
+            return data.gp_tasks(recipe.batch, generator=generator, padded=device.type == "cuda")[0]
         return data.static_gp_tasks(recipe.batch, generator=generator, fill_targets=True)[0]
 
     def fixed(kernel: data.Kernel, seed: int, batches: int) -> Callable[[], Iterator[Task]]:
@@ -207,7 +207,9 @@ def _images(dataset: str, recipe: Recipe, data_dir: Path | None, device: torch.d
         index = torch.randint(len(pixels), (recipe.batch,), generator=generator, device=generator.device)
         chosen = data.augmented(pixels[index], recipe.augment, generator=generator)
         if recipe.sampling == "reference":
-            return data.image_tasks(chosen, generator=generator, max_points=recipe.max_points)
+            return data.image_tasks(
+                chosen, generator=generator, max_points=recipe.max_points, padded=device.type == "cuda"
+            )
         return data.static_image_tasks(
             chosen,
             generator=generator,

@@ -192,7 +192,7 @@ def _stepper(
     def step() -> Tensor:
         return taken(source.sample(generator), generator)
 
-    if on_gpu and recipe.sampling == "static":
+    if on_gpu and recipe.sampling != "ragged":
         step = capture.once(step, generator)
     elif on_gpu and compiled and recipe.sampling == "ragged" and recipe.reads >= 1.0:
         graphs = capture.ByShape(taken, lambda generator: model._seeds(1, generator), model.at_once)
@@ -205,9 +205,7 @@ def _stepper(
             else:
                 group["lr"] = rate
         loss = step()
-        if (
-            on_gpu
-        ):  # a graph writes to weights without counting: what was computed from the old must not be kept
+        if on_gpu:  # a graph writes to weights without counting: what was made of the old must not be kept
             torch.autograd.graph.increment_version(weights)
         return loss
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from constmem import CMANP
 from constmem.data import (
     Images,
     Task,
@@ -20,6 +21,7 @@ from constmem.data import (
     static_image_tasks,
 )
 from constmem.data.sizes import draw_counts, draw_skewed, spread_sizes
+from constmem.neural_processes import CNP
 
 
 def seeded(seed=0):
@@ -228,6 +230,46 @@ def test_reference_tasks_have_one_size_a_batch_within_the_protocol():
     assert (given.xc.shape[1], given.xt.shape[1]) == (5, 6)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda g: image_tasks(
+            torch.randint(256, (4, 9, 9, 1)).byte(), generator=g, max_points=40, padded=True
+        ),
+        lambda g: gp_tasks(4, generator=g, max_points=40, padded=True)[0],
+    ],
+    ids=["images", "gp"],
+)
+def test_padded_tasks_tell_the_sizes_of_the_protocol_by_masks(make):
+    sizes = set()
+    for seed in range(300):
+        task = make(seeded(seed))
+        assert task.xc.shape[1] == task.xt.shape[1] == 39
+        n, m = task.num_context, task.num_targets
+        assert n.unique().numel() == m.unique().numel() == 1  # one size for the batch
+        assert not bool((task.mask_c & task.mask_t).any())  # the same points: none is both
+        assert task.xc is task.xt
+        sizes.add((int(n[0]), int(m[0])))
+    contexts, targets = zip(*sizes, strict=True)
+    assert min(contexts) == min(targets) == 3
+    assert max(contexts) >= 35
+    assert all(n + m < 40 for n, m in sizes)
+    few = [m for n, m in sizes if n < 10]
+    assert max(few) > 25  # small contexts leave room for many targets
+
+
+@pytest.mark.parametrize("model", [CMANP(dim_x=2, dim_y=1, dim=16, depth=1), CNP(dim_x=2, dim_y=1, dim=16)])
+def test_the_loss_of_a_padded_task_is_that_of_its_points(model):
+    pixels = torch.randint(256, (3, 9, 9, 1), generator=seeded(1)).byte()
+    padded = image_tasks(pixels, generator=seeded(5), max_points=40, padded=True)
+    n, m = int(padded.num_context[0]), int(padded.num_targets[0])
+    cut = Task(
+        *(t[:, :n] for t in (padded.xc, padded.yc)), *(t[:, n : n + m] for t in (padded.xt, padded.yt))
+    )
+    whole = model.loss(padded.xc, padded.yc, padded.xt, padded.yt, mask_c=padded.mask_c, mask_t=padded.mask_t)
+    assert whole.item() == pytest.approx(model.loss(cut.xc, cut.yc, cut.xt, cut.yt).item(), rel=1e-5)
+
+
 def test_static_image_tasks_draw_a_context_size_for_each_image():
     task = static_image_tasks(coded(20_000, 6, 6), generator=seeded(3), num_context_max=12, num_targets=5)
     assert task.xc.shape == (20_000, 12, 2)
@@ -298,9 +340,12 @@ def test_static_tasks_never_wait_for_the_gpu_and_evaluation_equals_the_cpus():
     try:
         task = static_image_tasks(there, generator=generator)
         process_task, _ = static_gp_tasks(16, generator=generator)
+        padded = image_tasks(there, generator=generator, padded=True)
+        gp_tasks(16, generator=generator, padded=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert task.xc.is_cuda
+    assert padded.mask_t.is_cuda
     assert process_task.yt.is_cuda
     assert process_task.yt.isfinite().all()
     here = evaluation_tasks(Images(pixels, None, "made", "here"), seed=0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import Normal
 
 from constmem import checks
-from constmem.data.sizes import draw_counts, draw_sizes, first
+from constmem.data.sizes import draw_counts, draw_sizes, draw_split, first
 from constmem.data.task import Task
 
 Kernel = Literal["rbf", "matern", "periodic"]
@@ -130,13 +130,24 @@ def draw_gp(
 
 
 def gp_tasks(
-    batch: int, *, kernel: Kernel = "rbf", generator: torch.Generator, max_points: int = 50
+    batch: int,
+    *,
+    kernel: Kernel = "rbf",
+    generator: torch.Generator,
+    max_points: int = 50,
+    padded: bool = False,
 ) -> tuple[Task, GaussianProcess]:
     """Tasks by the reference protocol: one context and one target size for the whole batch.
 
     x ~ U[-2, 2); Nc ~ U{3..46} and Nt ~ U{3..49-Nc} for 50 points at most; made on the
-    generator's device, together with the processes they came from.
+    generator's device, together with the processes they came from. `padded` tells the sizes by masks
+    over max_points - 1 points: shapes never change, and nothing waits for the device.
     """
+    if padded:
+        mask_c, mask_t = draw_split(batch, generator=generator, max_points=max_points)
+        process = draw_gp(batch, kernel=kernel, generator=generator)
+        x, y = _points(process, batch, max_points - 1, generator)
+        return Task(x, y, x, y, mask_c, mask_t), process
     n, m = draw_sizes(generator=generator, max_points=max_points)
     process = draw_gp(batch, kernel=kernel, generator=generator)
     x, y = _points(process, batch, n + m, generator)

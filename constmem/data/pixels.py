@@ -8,7 +8,7 @@ from torch import Tensor
 
 from constmem import checks
 from constmem.data.images import Images
-from constmem.data.sizes import LEAST, draw_sizes, draw_skewed, first, spread_sizes
+from constmem.data.sizes import LEAST, draw_sizes, draw_skewed, draw_split, first, spread_sizes
 from constmem.data.task import Task
 
 
@@ -18,6 +18,7 @@ def image_tasks(
     generator: torch.Generator,
     max_points: int = 200,
     sizes: tuple[int, int] | None = None,
+    padded: bool = False,
 ) -> Task:
     """Tasks by the reference protocol: one context and one target size for the whole batch.
 
@@ -30,10 +31,17 @@ def image_tasks(
         max_points: a task has fewer points than this: 200 for 32x32, 800 for 64x64, 1600 for 128x128.
         sizes: (Nc, Nt) where they are known already; drawn by `draw_sizes` with a generator on the
             CPU they spare waiting for the device.
+        padded: tell the sizes by masks over max_points - 1 points instead: shapes never change and
+            nothing waits for the device, so that steps can be compiled or captured in a graph.
     """
     _check(pixels)
     if sizes is None:
         _fits("max_points", max_points, pixels)
+        if padded:
+            split = draw_split(pixels.shape[0], generator=generator, max_points=max_points)
+            mask_c, mask_t = (mask.to(pixels.device) for mask in split)
+            x, y = _points(pixels, _choose(pixels, max_points - 1, generator))
+            return Task(x, y, x, y, mask_c, mask_t)
         sizes = draw_sizes(generator=generator, max_points=max_points)
     n, m = sizes
     _fits("Nc + Nt", n + m, pixels)

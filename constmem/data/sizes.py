@@ -52,6 +52,18 @@ def draw_sizes(*, generator: torch.Generator, max_points: int) -> tuple[int, int
     return n, m
 
 
+def draw_split(
+    batch: int, *, generator: torch.Generator, max_points: int
+) -> tuple[Bool[Tensor, "b n"], Bool[Tensor, "b n"]]:
+    """One context and one target count for a whole batch, as masks of max_points - 1 points in random order.
+
+    The first Nc are the context and the next Nt the targets; nothing reaches the host.
+    """
+    context, targets = draw_counts(1, generator=generator, max_points=max_points)
+    place = torch.arange(max_points - 1, device=generator.device).expand(batch, -1)
+    return place < context, (place >= context) & (place < context + targets)
+
+
 def draw_skewed(
     batch: int, *, low: int, high: int, skew: float, generator: torch.Generator
 ) -> Int[Tensor, "b"]:
