@@ -95,7 +95,7 @@ _CNP_FAMILY = ("cnp", "canp", "np", "anp", "bnp", "banp")
 FAMILIES = dict.fromkeys((*_CNP_FAMILY, "tnpd", "eqtnp", "lbanp", "cmanp"), False)
 FAMILIES |= dict.fromkeys(EVENT_MODELS, True)  # every model: is it one of events?
 _SMALL = {"dim": 32, "depth": 3, "num_slots": 32, "num_latents": 32, "hidden": 64}
-_TINY: dict[str, Any] = {  # learns to look at its context, which takes a thousand steps, within a minute
+_TINY: dict[str, Any] = {  # learns to look at its context, which takes a thousand steps, in a minute or two
     "dim": 32, "depth": 2, "num_slots": 16, "num_latents": 16, "hidden": 64, "num_heads": 2,
     "embed_depth": 3, "residual": "raw",
 }  # fmt: skip
