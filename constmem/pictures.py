@@ -163,7 +163,7 @@ def _table_picture(run: Trained, out: Path) -> Path:
     """Of one input: fits of held-out groups, or of the rows; of more: predictions against the truth."""
     table = Table.load(run.folder / TABLE)
     if table.x.shape[1] == table.y.shape[1] == 1:
-        return plots.function_fits(_table_rows(run.model, table), out / "fits.png", title=run.title)
+        return plots.function_fits(_table_rows(run.model, table), out / "fits.png", title=_told(run))
     name = list(run.source.tests)[-1]
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     with torch.no_grad():
@@ -172,7 +172,15 @@ def _table_picture(run: Trained, out: Path) -> Path:
             real = torch.ones_like(task.yt[..., 0], dtype=torch.bool) if task.mask_t is None else task.mask_t
             parts.append((task.yt[real][:, 0], dist.mean[real][:, 0], dist.stddev[real][:, 0]))
     true, mean, std = (torch.cat(part)[:500].cpu().float() for part in zip(*parts, strict=True))
-    return plots.predicted_against_true(true, mean, std, out / "predictions.png", title=run.title)
+    return plots.predicted_against_true(true, mean, std, out / "predictions.png", title=_told(run))
+
+
+def _told(run: Trained) -> str:
+    """The run's title with the names of its columns, where they have any."""
+    columns = run.run.get("columns") or {}
+    if not columns.get("x"):
+        return run.title
+    return f"{run.title}: {', '.join(columns['y'])} given {', '.join(columns['x'])}"
 
 
 def _table_rows(model: NeuralProcess[Any, Any], table: Table) -> list[tuple[str, list[Fit]]]:

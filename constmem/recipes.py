@@ -95,6 +95,10 @@ _CNP_FAMILY = ("cnp", "canp", "np", "anp", "bnp", "banp")
 FAMILIES = dict.fromkeys((*_CNP_FAMILY, "tnpd", "eqtnp", "lbanp", "cmanp"), False)
 FAMILIES |= dict.fromkeys(EVENT_MODELS, True)  # every model: is it one of events?
 _SMALL = {"dim": 32, "depth": 3, "num_slots": 32, "num_latents": 32, "hidden": 64}
+_TINY: dict[str, Any] = {  # learns to look at its context, which takes a thousand steps, in a minute or two
+    "dim": 32, "depth": 2, "num_slots": 16, "num_latents": 16, "hidden": 64, "num_heads": 2,
+    "embed_depth": 3, "residual": "raw",
+}  # fmt: skip
 _MATCHED = {"depth": 3}  # a CMANP with about as many parameters as LBANP
 
 
@@ -119,9 +123,8 @@ def recipe(dataset: str, model: str, name: str = "improved") -> Recipe:
     dim_x, dim_y, max_points, steps, batch = DATASETS[dataset]
     settings: dict[str, Any] = {"dim_x": dim_x, "dim_y": dim_y}
     settings |= _architecture(dataset, base_model)
-    settings |= {"": {}, "small": _SMALL, "matched": _MATCHED}[
-        known("variant", variant, ("", "small", "matched"))
-    ]
+    variants: dict[str, dict[str, Any]] = {"": {}, "tiny": _TINY, "small": _SMALL, "matched": _MATCHED}
+    settings |= variants[known("variant", variant, variants)]
     if name == "faithful":
         return Recipe(
             steps=steps, batch=batch, optimiser="adam", lr=5e-4, warmup=0, clip=0.0, precision="tf32",
@@ -129,7 +132,7 @@ def recipe(dataset: str, model: str, name: str = "improved") -> Recipe:
         )  # fmt: skip
     shape = {
         "emnist": {"steps": 8000} if base_model in _CNP_FAMILY else {},
-        "digits": {"steps": 1200, "batch": 64, "lr": 2e-3, "num_targets": 20, "warmup": 100, "skew": 2.0},
+        "digits": {"steps": 2600, "batch": 32, "lr": 3e-3, "num_targets": 20, "warmup": 100},
         "celeba64": {"batch": 64, "num_targets": 400},
         "celeba128": {"batch": 32, "num_targets": 800},
         "gp": {"steps": 40_000, "batch": 128},

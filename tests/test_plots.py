@@ -13,7 +13,8 @@ from constmem import pictures, plots
 from constmem.cli import plot
 from constmem.data import Table, load_images
 from constmem.evaluate import LEVELS, evaluate, pit_values
-from constmem.pictures import plot_runs
+from constmem.neural_processes import MODELS
+from constmem.pictures import Trained, _told, plot_runs
 from constmem.plots.curves import reliability
 from constmem.recipes import changed, recipe, table_recipe
 from constmem.sources import open_source
@@ -170,3 +171,13 @@ def test_a_run_without_a_logged_loss_has_no_curve(tmp_path: Path) -> None:
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no run in"):
         plot_runs([tmp_path])
+
+
+def test_pictures_of_a_table_name_its_columns() -> None:
+    run = {"dataset": "air.csv", "model": "cnp", "recipe_name": "own data", "seed": 0}
+    columns = {"x": ["day", "place"], "y": ["heat"]}
+    model = MODELS["cnp"](dim_x=2, dim_y=1, dim=8)
+    source: Any = None
+    assert _told(Trained(Path(), run, model, source)) == "CNP on air.csv (own data, seed 0)"
+    told = _told(Trained(Path(), run | {"columns": columns}, model, source))
+    assert told == "CNP on air.csv (own data, seed 0): heat given day, place"
