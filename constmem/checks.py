@@ -28,11 +28,7 @@ def finite(name: str, tensor: Tensor, mask: Tensor | None = None, *, first: int 
 
 def _sums_up(tensor: Tensor) -> bool:
     """Whether the sum of all numbers is finite: of a few, faster outside of PyTorch."""
-    if (
-        tensor.device.type == "cpu"
-        and tensor.numel() <= 16
-        and torch._C._functorch.peek_interpreter_stack() is None
-    ):
+    if tensor.numel() <= 16 and tensor.device.type == "cpu":
         return all(map(isfinite, tensor.flatten().tolist()))
     return isfinite(tensor.detach().sum().item())
 

@@ -258,3 +258,21 @@ def test_function_transforms_get_the_plain_kernel() -> None:
 def test_the_last_kernel_takes_anything() -> None:
     assert KERNELS[-1] is REFERENCE
     assert REFERENCE.supports(torch.empty(0), None)
+
+
+@pytest.mark.compiles
+def test_compiled_code_is_given_a_fused_kernel_too() -> None:
+    found: list[str] = []
+
+    def spy(module: torch.fx.GraphModule, _: object) -> object:
+        found.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
+        return module.forward
+
+    q, k, v = torch.randn(2, 5, 8), torch.randn(3, 2, 20, 8), torch.randn(3, 2, 20, 8)
+    compiled = torch.compile(kernels.attend, backend=spy, fullgraph=True)
+    value, lse = compiled(q, k, v)
+    assert any("attention" in name for name in found)
+    assert not any("logsumexp" in name for name in found)
+    expected = kernels.reference.forward(q, k, v, None)
+    assert torch.allclose(value, expected[0], atol=1e-5)
+    assert torch.allclose(lse, expected[1], atol=1e-5)
