@@ -113,9 +113,9 @@ class Observation(nn.Module):
         bias = bias_of(mask, log_weight, data.dtype)
         found = self._by_machine(prepared, data, bias, embed)
         if found is not None:
-            shape = data.shape[0], *prepared.queries.shape[:3]
+            shape = data.shape[0], *prepared.queries.shape
             count = _counted(data) if mask is None else mask.sum(-1)
-            return AttentionState(found[0].view(*shape, -1), found[1].view(shape), count)
+            return AttentionState(found[0].view(shape), found[1].view(shape[:-1]), count)
         tokens = data if embed is None else embed(data)
         if tokens.shape[1] == 1 and bias is None:
             known = self._memory is not None and self._memory.prepared is prepared
@@ -256,9 +256,10 @@ def _extensible(state: AttentionState, data: Tensor) -> bool:
     """Whether these are plain float64 states on a CPU, as many as there are points."""
     value = state.value
     return (
-        value.dtype == torch.float64
+        value.dtype == state.lse.dtype == torch.float64
         and value.device.type == "cpu"
         and state.low is None
+        and value.shape[:-1] == state.lse.shape
         and value.shape[0] == data.shape[0]
     )
 

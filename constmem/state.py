@@ -256,7 +256,8 @@ class AttentionState:
     def of_tensors(tensors: dict[str, Tensor], fingerprint: str | None = None) -> "AttentionState":
         """The state made of these."""
         missing = {"value", "lse", "count"} - tensors.keys()
-        if missing or tensors["value"].shape[:-1] != tensors["lse"].shape:
+        value, lse = (tensors.get(name, torch.empty(0)) for name in ("value", "lse"))
+        if missing or value.shape[:-1] != lse.shape or value.dtype != lse.dtype:
             what = f"lacks {sorted(missing)}" if missing else "holds a value and an lse that do not fit"
             raise ValueError(what)
         low = (tensors["value_low"], tensors["lse_low"]) if "value_low" in tensors else None

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,32 @@ def test_an_update_by_one_point_is_to_the_bit_what_observing_and_merging_give(ba
     assert fast.fingerprint == model.fingerprint()
     whole = model.condition(x, y)
     assert torch.allclose(fast.value, whole.value, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["lse in float32", "lse too short"])
+@torch.no_grad()
+def test_machine_code_is_never_handed_an_lse_of_another_size_than_the_value(kind: str) -> None:
+    model = CMANP(dim_x=1, dim_y=1, dim=32, depth=1, num_heads=2, num_slots=4, num_latents=4).eval()
+    x, y = torch.randn(2, 9, 1), torch.randn(2, 9, 1)
+    state = model.condition(x[:, :8], y[:, :8])
+    odd = replace(state, lse=state.lse.float() if kind == "lse in float32" else state.lse[:1])
+    assert model.stack.observation.extended(odd, torch.cat([x, y], -1)[:, 8:], embed=model.embed) is None
+    assert not native.merges(state.value, odd.lse, state.value, state.lse)
+    assert not native.merges(state.value, state.lse, state.value, odd.lse)
+    assert not native.merges(state.value, odd.lse, state.value, odd.lse)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("dim", [24, 32])
+@pytest.mark.parametrize("points", [1, 9])
+@torch.no_grad()
+def test_a_batch_of_no_tasks_is_conditioned_on_updated_and_queried(dim: int, points: int) -> None:
+    model = CMANP(dim_x=1, dim_y=1, dim=dim, depth=1, num_heads=2, num_slots=4, num_latents=4).eval()
+    x, y = torch.randn(0, points, 1), torch.randn(0, points, 1)
+    state = model.update(model.condition(x, y), x[:, :1], y[:, :1])
+    assert state.value.shape == (0, 1, 2, 4, dim // 2)
+    assert state.lse.shape == (0, 1, 2, 4)
+    assert model.query(state, x).mean.shape == (0, points, 1)
 
 
 @pytest.mark.parametrize("kind", ["padded channels", "float32 pairs", "another batch", "learning"])

@@ -743,6 +743,9 @@ def test_a_state_file_with_parts_missing_is_refused(tmp_path: Path) -> None:
     save_file({**tensors, "lse": tensors["lse"][:1].clone()}, path, header)
     with pytest.raises(ValueError, match="is damaged: it holds a value and an lse that do not fit"):
         AttentionState.load(path)
+    save_file({**tensors, "lse": tensors["lse"].float()}, path, header)
+    with pytest.raises(ValueError, match="is damaged: it holds a value and an lse that do not fit"):
+        AttentionState.load(path)
 
 
 @pytest.mark.parametrize("where", ["fsync", "replace"])

@@ -168,10 +168,10 @@ def merges(*tensors: Tensor) -> bool:
     """Whether `merge` can take these: float64 on a CPU, of one shape, no gradient, nothing traced."""
     value, lse, other_value, other_lse = tensors
     return (
-        value.dtype == other_value.dtype == torch.float64
+        value.dtype == other_value.dtype == lse.dtype == other_lse.dtype == torch.float64
         and value.device.type == "cpu"
         and value.shape == other_value.shape
-        and lse.shape == other_lse.shape
+        and value.shape[:-1] == lse.shape == other_lse.shape  # machine code checks no sizes
         and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
         and usable()
     )
