@@ -21,6 +21,7 @@ def save(
             tensors[f"optimiser.{name}.{key}"] = t
     tensors["generator"] = generator.get_state()
     header = {"format": KIND, "version": str(VERSION), "step": str(step)}
+    header["optimiser"] = type(optimiser).__name__
     write_tensors(folder / FILE, tensors, header)
 
 
@@ -29,6 +30,12 @@ def load(
 ) -> int:
     """Put a checkpoint back in place; returns the number of steps done."""
     tensors, header = read_tensors(folder / FILE, kind=KIND, version=VERSION)
+    wrote, now = header.get("optimiser"), type(optimiser).__name__
+    if wrote not in (None, now):
+        raise ValueError(
+            f"{folder / FILE} is a checkpoint of training by {wrote}, not by {now}, whose moments it lacks: "
+            "go on with the same optimiser, or start anew"
+        )
     weights = {k.removeprefix("model."): t for k, t in tensors.items() if k.startswith("model.")}
     try:
         model.load_state_dict(weights)
@@ -37,6 +44,7 @@ def load(
     for name, parameter in model.named_parameters():
         prefix = f"optimiser.{name}."
         state = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
-        optimiser.state[parameter] = {k: t.to(parameter.device) for k, t in state.items()}
+        if state:  # frozen parameters have none
+            optimiser.state[parameter] = {k: t.to(parameter.device) for k, t in state.items()}
     generator.set_state(tensors["generator"])
     return int(header["step"])

@@ -1,7 +1,7 @@
 """How good predictions are: log-likelihood, error, CRPS and calibration on fixed tasks."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import nan, pi, sqrt
 
 import torch
@@ -48,7 +48,12 @@ def evaluate(model: NeuralProcess, tasks: Iterable[Task]) -> Scores:
     for group, whole, dist in _predicted(model, tasks):
         each = _task_sums(whole, dist).split([task.batch for task in group])
         batches += [sums.sum(0) for sums in each]
+    if not batches:
+        raise ValueError("there are no tasks to score a model on")
     table = torch.stack(batches).double().cpu()
+    table = table[table[:, -2] > 0]  # a batch without targets has no mean
+    if not len(table):
+        raise ValueError("there are no targets to score a model on: every one is masked out")
     sums = table.sum(0)
     points, values = float(sums[-2]), float(sums[-1])
     by_batch = (table[:, :2] / table[:, -2:-1]).mean(0)
@@ -82,6 +87,10 @@ def _predicted(
     model.eval()
     for group in _grouped(tasks, AT_ONCE.get(model.device.type, 0)):
         whole = Task.stack(group)
+        if whole.mask_t is not None:  # what is masked out may hold anything
+            hidden = ~whole.mask_t[..., None]
+            xt, yt = (t.masked_fill(hidden, 0.0) for t in (whole.xt, whole.yt))
+            whole = replace(whole, xt=xt, yt=yt)
         yield group, whole, model.query(model.condition(whole.xc, whole.yc, mask=whole.mask_c), whole.xt)
 
 

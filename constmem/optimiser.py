@@ -133,6 +133,6 @@ def _matrices(model: nn.Module) -> list[nn.Parameter]:
     found = []
     for module in model.modules():
         names = ("weight",) if isinstance(module, nn.Linear) else getattr(module, "matrices", ())
-        parameters = [module._parameters[name] for name in names]
+        parameters = [module._parameters.get(name) for name in names]  # none: it is computed from others
         found += [p for p in parameters if p is not None and p.requires_grad and min(p.shape[-2:]) >= LEAST]
     return list(dict.fromkeys(found))

@@ -93,6 +93,30 @@ def test_gaussian_processes_are_scored_beside_their_exact_posterior(monkeypatch:
         assert scores.log_likelihood < scores.exact
 
 
+def test_targets_that_are_masked_out_may_hold_anything() -> None:
+    model = small("cmanp")
+    xc, yc, xt, yt = data(n=5, m=4, b=2)
+    short = Task(xc, yc, xt[:, :3], yt[:, :3])
+    mask = torch.tensor([[True, True, True, False]]).expand(2, -1)
+    xt[:, 3], yt[:, 3] = float("nan"), float("inf")
+    masked = Task(xc, yc, xt, yt, mask_t=mask)
+    for key, value in vars(evaluate(model, [short])).items():
+        assert vars(evaluate(model, [masked]))[key] == pytest.approx(value, abs=1e-6), key
+    torch.testing.assert_close(pit_values(model, [masked]), pit_values(model, [short]))
+
+
+def test_a_batch_without_targets_counts_for_nothing_and_none_at_all_is_an_error() -> None:
+    model = small("cmanp")
+    xc, yc, xt, yt = data(n=5, m=4, b=2)
+    task, nothing = Task(xc, yc, xt, yt), Task(xc, yc, xt, yt, mask_t=torch.zeros(2, 4, dtype=torch.bool))
+    for key, value in vars(evaluate(model, [task])).items():
+        assert vars(evaluate(model, [nothing, task]))[key] == pytest.approx(value, abs=1e-6), key
+    with pytest.raises(ValueError, match="no targets to score"):
+        evaluate(model, [nothing])
+    with pytest.raises(ValueError, match="no tasks to score"):
+        evaluate(model, [])
+
+
 def test_scores_equal_a_loop_over_points() -> None:
     torch.manual_seed(0)
     model = CMANP(dim_x=1, dim_y=2, dim=8, depth=1, num_slots=4, num_latents=4, hidden=8, num_heads=2)

@@ -124,6 +124,16 @@ def test_parameters_without_a_gradient_stay() -> None:
     assert torch.equal(layer.weight, before)
 
 
+def test_a_weight_that_is_computed_from_others_leaves_those_to_adam() -> None:
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+    before = [p.detach().clone() for p in layer.parameters()]
+    for p in layer.parameters():
+        p.grad = torch.ones_like(p)
+    Muon(layer, lr=0.1).step()
+    for p, old in zip(layer.parameters(), before, strict=True):
+        assert torch.allclose(p, old - 0.1, atol=1e-6)
+
+
 def test_a_closure_is_refused() -> None:
     with pytest.raises(ValueError, match="closure"):
         Muon(nn.Linear(16, 16), lr=0.1).step(lambda: 0.0)  # type: ignore[arg-type]
