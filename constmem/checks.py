@@ -94,3 +94,14 @@ def heads(q: Tensor, k: Tensor, v: Tensor) -> None:
             "(*heads, slots, channels) and twice (batch, *heads, points, channels) are needed, with at least "
             "one axis of heads: for a single head use q[None], k[:, None] and v[:, None]"
         )
+
+
+def device(name: str) -> torch.device:
+    """The device of that name, if there is one here."""
+    try:
+        where = torch.device(name)
+        torch.empty(0, device=where)
+    except (RuntimeError, AssertionError) as error:  # the latter where PyTorch was built without CUDA
+        why = str(error).splitlines()[0]
+        raise ValueError(f"there is no device {name!r} here ({why}): take another, such as cpu") from error
+    return where

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from constmem import plots, plots_events
+from constmem import checks, plots, plots_events
 from constmem.comparison import NAMES, model_name
 from constmem.data import Events
 from constmem.evaluate_events import mark_confusion, rescaled_times
@@ -68,7 +68,7 @@ def plot_event_runs(
 
 def open_event_run(folder: Path, *, data_dir: Path | None, device: str) -> TrainedOnEvents:
     """A run's settings, its model, and as many of its test events as are drawn."""
-    run, where = read_run(folder)["run"], torch.device(device)
+    run, where = read_run(folder)["run"], checks.device(device)
     model = PointProcess.from_pretrained(folder, device=where)
     source = source_of(folder, run, data_dir=data_dir, device=where)
     events = Events.cat([batch for batches in source.tests.values() for batch in batches()])

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from constmem import plots
+from constmem import checks, plots
 from constmem.comparison import NAMES, model_name
 from constmem.data import GaussianProcess, Kernel, Table, Task, load_images
 from constmem.evaluate import pit_values
@@ -83,7 +83,7 @@ def _plot_point_runs(
 
 def open_run(folder: Path, *, data_dir: Path | None, device: str) -> Trained:
     """A run's settings, model and data."""
-    run, where = read_run(folder)["run"], torch.device(device)
+    run, where = read_run(folder)["run"], checks.device(device)
     model = NeuralProcess.from_pretrained(folder, device=where)
     return Trained(folder, run, model, source_of(folder, run, data_dir=data_dir, device=where))
 

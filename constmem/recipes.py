@@ -9,6 +9,7 @@ capacity for it).
 
 import difflib
 from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 Precision = Literal["float32", "tf32", "bf16"]
@@ -215,7 +216,24 @@ def changed(recipe: Recipe, overrides: list[str]) -> Recipe:
         else:
             content[known("setting", key, [k for k in content if k != "model"])] = _literal(value)
     hints = get_type_hints(Recipe)
-    return Recipe(**{key: _fitting(key, value, hints[key]) for key, value in content.items()})
+    return _sound(Recipe(**{key: _fitting(key, value, hints[key]) for key, value in content.items()}))
+
+
+def _sound(recipe: Recipe) -> Recipe:
+    """The recipe, unless one of its numbers makes no sense."""
+    numbers = {key: value for key, value in asdict(recipe).items() if isinstance(value, int | float)}
+    for key, value in numbers.items():
+        if key in ("steps", "batch", "validate_every", "max_points", "num_targets"):
+            good, wanted = value >= 1, "1 or more"
+        elif key == "reads":
+            good, wanted = 0 < value <= 1, "above 0 and at most 1"
+        elif key in ("lr", "skew"):
+            good, wanted = 0 < value < inf, "above 0, and finite"
+        else:
+            good, wanted = 0 <= value < inf, "0 or more, and finite"
+        if not good:
+            raise ValueError(f"{key} is {value}, but must be {wanted}")
+    return recipe
 
 
 def _fitting(key: str, value: Any, hint: Any) -> Any:

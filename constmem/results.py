@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from constmem import checks
 from constmem.data import Events
 from constmem.evaluate import evaluate
 from constmem.evaluate_events import evaluate_events
@@ -76,7 +77,7 @@ def evaluate_run(folder: Path, *, data_dir: Path | None, device: str) -> dict[st
     """Score a run on its test sets and write the row to its eval.json."""
     about = read_run(folder)
     run = about["run"]
-    where = torch.device(device)
+    where = checks.device(device)
     source = source_of(folder, run, data_dir=data_dir, device=where)
     family: Any = PointProcess if of_events(run["model"]) else NeuralProcess
     model = family.from_pretrained(folder, device=where)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from constmem import capture, checkpoint, neural_processes, point_processes
+from constmem import capture, checkpoint, checks, neural_processes, point_processes
 from constmem.data import EventLog, Table
 from constmem.files import write_text
 from constmem.log import Log
@@ -85,7 +85,7 @@ def train(
         save_every: seconds between checkpoints.
         stop_after: leave the loop (with a checkpoint) after this step, to be resumed later.
     """
-    where = torch.device(device)
+    where = checks.device(device)
     source = open_source(run.dataset, run.recipe, data_dir=data_dir, device=where, table=table)
     model = build(run).to(where).train()
     source.prepare(model)
@@ -119,8 +119,8 @@ def train(
             value = float(loss)
             if not math.isfinite(value):
                 raise StoppedError(
-                    f"the loss became {value} at step {done}: the last good checkpoint is in {out}; "
-                    "resume it with a smaller lr or a clip, for instance --set lr=3e-4"
+                    f"the loss became {value} at step {done}: start anew, in another --out, with a smaller "
+                    "lr or clip, for instance --set lr=3e-4; look for huge numbers in data of your own"
                 )
             log.step(done, value, _rate(run.recipe, done - 1))
             report(done, f"loss {value:.3f}")

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from constmem import recipes, sources, train
+from constmem import checkpoint, recipes, sources, train
 from constmem.neural_processes import CMANP, NeuralProcess
+from constmem.optimiser import Muon
 from constmem.progress import progress
 from constmem.recipes import changed, recipe
 from constmem.train import Run, StoppedError
@@ -72,7 +73,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     train.train(run, out=tmp_path, stop_after=4)
     before = (tmp_path / "checkpoint.safetensors").read_bytes()
     monkeypatch.setattr(CMANP, "loss", lambda self, *_, **__: self.latents.sum() * float("nan"))
-    with pytest.raises(StoppedError, match="nan at step 12"):
+    with pytest.raises(StoppedError, match="nan at step 12: start anew"):
         train.train(run, out=tmp_path, resume=True)
     assert (tmp_path / "checkpoint.safetensors").read_bytes() == before
 
@@ -107,6 +108,35 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         train.train(other, out=tmp_path / "b", resume=True)
 
 
+@pytest.mark.parametrize(("wrote", "now"), [("adam", "muon"), ("muon", "adam")])
+def test_a_checkpoint_of_another_optimiser_is_refused(tmp_path: Path, wrote: str, now: str) -> None:
+    for name in (wrote, now):
+        train.train(small_run(f"optimiser={name}"), out=tmp_path / name, stop_after=1)
+    (tmp_path / wrote / "checkpoint.safetensors").replace(tmp_path / now / "checkpoint.safetensors")
+    with pytest.raises(ValueError, match=f"(?i)training by {wrote}, not by {now}"):
+        train.train(small_run(f"optimiser={now}"), out=tmp_path / now, resume=True)
+
+
+def test_a_checkpoint_gives_frozen_parameters_no_state(tmp_path: Path) -> None:
+    layer, generator = torch.nn.Linear(16, 16), torch.Generator()
+    layer.bias.requires_grad_(False)
+    layer.weight.grad = torch.ones(16, 16)
+    optimiser = Muon(layer, lr=0.1)
+    optimiser.step()
+    checkpoint.save(tmp_path, model=layer, optimiser=optimiser, generator=generator, step=1)
+    again = Muon(layer, lr=0.1)
+    assert checkpoint.load(tmp_path, model=layer, optimiser=again, generator=generator) == 1
+    assert list(again.state_dict()["state"]) == [0]
+    assert torch.equal(again.state[layer.weight]["momentum"], optimiser.state[layer.weight]["momentum"])
+
+
+def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
+    for name in ("tpu", "cuda:99"):
+        with pytest.raises(ValueError, match=f"there is no device '{name}' here"):
+            train.train(small_run(), out=tmp_path / "run", device=name)
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_rate_warms_up_and_falls_to_zero() -> None:
     r = dataclasses.replace(recipe("digits", "cmanp"), steps=100, warmup=10, lr=1.0)
     rates = [train._rate(r, step) for step in range(101)]
@@ -123,6 +153,16 @@ def test_the_rate_warms_up_and_falls_to_zero() -> None:
         ("steps=many", "steps must be a int"),
         ("precision=fp8", "float32, tf32, bf16"),
         ("steps", "key=value"),
+        ("steps=0", "steps is 0, but must be 1 or more"),
+        ("batch=-1", "batch is -1, but must be 1 or more"),
+        ("num_targets=0", "num_targets is 0, but must be 1 or more"),
+        ("validate_every=0", "validate_every is 0"),
+        ("lr=-0.1", "lr is -0.1, but must be above 0"),
+        ("lr=.nan", "lr is nan, but must be above 0"),
+        ("reads=0", "reads is 0.0, but must be above 0 and at most 1"),
+        ("reads=2", "reads is 2.0, but must be above 0 and at most 1"),
+        ("warmup=-1", "warmup is -1, but must be 0 or more"),
+        ("jitter=.inf", "jitter is inf, but must be 0 or more, and finite"),
     ],
 )
 def test_a_setting_that_does_not_fit_is_named(override: str, message: str) -> None:

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from constmem import checks
 from constmem.bench.benches import BENCHES, Plan
 from constmem.bench.record import provenance, write
 from constmem.bench.show import show
@@ -28,7 +27,7 @@ def bench(
     """
     for name in names:
         known("benchmark", name, BENCHES)
-    plan = Plan(torch.device(device), quick)
+    plan = Plan(checks.device(device), quick)
     about = provenance(0, "uniform random points, 2 inputs, 3 outputs, random weights", plan.device)
     rows: list[dict[str, Any]] = []
     for name in names or BENCHES:
