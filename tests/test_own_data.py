@@ -110,6 +110,17 @@ def test_ragged_short_constant_and_missing_files_are_refused(tmp_path: Path) -> 
         Table.read(few, x=["a"], y=["b"], group="g")
 
 
+def test_a_file_that_is_no_text_or_no_csv_is_named_and_lines_are_those_of_the_file(tmp_path: Path) -> None:
+    path, content = tmp_path / "odd.csv", b"a,b,note\n" + b"1,2,x\n" * 60
+    for last in (b"1,2,caf\xe9\n", b"1,2," + b"x" * 200_000 + b"\n"):
+        path.write_bytes(content + last)
+        with pytest.raises(ValueError, match=r"odd\.csv is not a CSV file of UTF-8 text"):
+            Table.read(path, x=["a"], y=["b"])
+    path.write_bytes(b'a,b,note\n1,2,"two\nlines"\n1,none,x\n')
+    with pytest.raises(ValueError, match="line 4, column 'b'"):
+        Table.read(path, x=["a"], y=["b"])
+
+
 def test_arrays_are_taken_in_one_or_two_dimensions_and_checked() -> None:
     table = Table.of(range(60), [[float(i), -i] for i in range(60)], groups=[10 * (i % 6) for i in range(60)])
     assert (table.x.shape, table.y.shape, table.num_groups) == ((60, 1), (60, 2), 6)

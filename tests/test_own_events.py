@@ -77,6 +77,36 @@ def test_numbers_as_marks_are_ordered_by_size_and_an_empty_mark_is_unknown(tmp_p
     assert log.events.marks[0].tolist() == [1, 0, -1, 2]
 
 
+def test_the_order_of_marks_is_the_same_for_any_order_of_rows_even_if_one_is_called_nan(
+    tmp_path: Path,
+) -> None:
+    found = []
+    for turn in range(5):
+        kinds = ["nan", "3", "1", "b", "inf", "2"]
+        kinds = kinds[turn:] + kinds[:turn]
+        content = [[u, mark, t] for u in range(5) for t, mark in enumerate(kinds)]
+        found.append(EventLog.read(write(tmp_path / "log.csv", ["user", "mark", "time"], content)).labels)
+    assert found == [["1", "2", "3", "b", "inf", "nan"]] * 5
+
+
+def test_numbers_among_dates_are_refused_and_lines_are_those_of_the_file(tmp_path: Path) -> None:
+    content = [["u", "a\nb", "2024-05-01"], ["u", "a", "2024-05-02"], ["u", "a", "1800000000"]]
+    path = write(tmp_path / "log.csv", ["user", "mark", "time"], content)
+    with pytest.raises(ValueError, match=r"line 5 .* is '1800000000', but line 3 .* is '2024-05-01'"):
+        EventLog.read(path)
+    path = write(tmp_path / "log.csv", ["user", "mark", "time"], [["u", "a", 1], ["u", "a", "2024-05-02"]])
+    with pytest.raises(ValueError, match=r"line 3 .* is '2024-05-02', but line 2 .* is '1'"):
+        EventLog.read(path)
+
+
+def test_an_event_of_nobody_is_refused_unless_all_are_one_sequence(tmp_path: Path) -> None:
+    content = [["" if i % 9 == 4 else "u", "a", i] for i in range(50)]
+    path = write(tmp_path / "log.csv", ["user", "mark", "time"], content)
+    with pytest.raises(ValueError, match=r"line 6 of .* does not say whose event it is"):
+        EventLog.read(path)
+    assert EventLog.read(path, user="-", by="time").events.num_events == 50
+
+
 def test_dates_are_counted_in_the_unit(tmp_path: Path) -> None:
     dates = ("2024-02-28T22:00:00", "2024-02-29T04:00:00+00:00", "2024-03-01 01:30:00+02:00")
     content = [[u, "a", date] for u in range(5) for date in dates]

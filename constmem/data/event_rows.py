@@ -41,7 +41,9 @@ def read_rows(path: Path, columns: Mapping[str, str | None], unit: str) -> Label
         unit: of times that are numbers; what dates are to be counted in.
     """
     rows = parquet_rows(path, columns) if path.suffix == ".parquet" else csv_rows(path, columns)
-    return _grouped(path, rows, unit, marked=columns.get("mark") != NONE)
+    if columns.get("user") != NONE:
+        rows = _owned(rows)
+    return _grouped(path, _one_clock(rows), unit, marked=columns.get("mark") != NONE)
 
 
 def csv_rows(path: Path, columns: Mapping[str, str | None]) -> Iterator[Row]:
@@ -52,7 +54,9 @@ def csv_rows(path: Path, columns: Mapping[str, str | None]) -> Iterator[Row]:
             delimiter = max(",;\t", key=header.count)
             names = [name.strip() for name in next(csv.reader([header], delimiter=delimiter), [])]
             places = _places(path, names, columns)
-            for line, cells in enumerate(csv.reader(file, delimiter=delimiter), 2):
+            reader = csv.reader(file, delimiter=delimiter)
+            for cells in reader:
+                line = reader.line_num + 1  # where the row ends: quoted cells may hold line breaks
                 if not any(cell.strip() for cell in cells):
                     continue
                 if len(cells) != len(names):
@@ -114,6 +118,38 @@ def _places(path: Path, names: list[str], columns: Mapping[str, str | None]) -> 
     return places
 
 
+def _owned(rows: Iterable[Row]) -> Iterator[Row]:
+    """The rows, each of which must say whose it is."""
+    for row in rows:
+        if not row.user:
+            raise ValueError(
+                f"{row.where} does not say whose event it is: name the user, leave the row out, or make one "
+                f"sequence of all rows (--user {NONE})"
+            )
+        yield row
+
+
+def _one_clock(rows: Iterable[Row]) -> Iterator[Row]:
+    """The rows, whose times must be numbers all of them, or dates all of them."""
+    first = None
+    for row in rows:
+        first = first or row
+        if _is_number(row.time) != _is_number(first.time) and row.time:
+            raise ValueError(
+                f"{row.where} has a time that is {row.time[:40]!r}, but {first.where} one that is "
+                f"{first.time[:40]!r}: write all as numbers, or all as ISO dates"
+            )
+        yield row
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _grouped(path: Path, rows: Iterable[Row], unit: str, *, marked: bool) -> Labelled:
     times: dict[str, list[float]] = {}
     marks: dict[str, list[str]] = {}
@@ -139,10 +175,9 @@ def _grouped(path: Path, rows: Iterable[Row], unit: str, *, marked: bool) -> Lab
 
 def _order(label: str) -> tuple[bool, float, str]:
     """Numbers by size, before any other text by the alphabet."""
-    try:
+    if _is_number(label) and isfinite(float(label)):  # NaN has no place in any order
         return False, float(label), label
-    except ValueError:
-        return True, 0.0, label
+    return True, 0.0, label
 
 
 def _text(cell: Any) -> str:

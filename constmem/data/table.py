@@ -3,7 +3,8 @@
 import csv
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -84,7 +85,9 @@ class Table:
             places = [_place(name, names, path) for name in wanted]
             group_place = None if group is None else _place(group, names, path)
             rows, labels = [], []
-            for line, cells in enumerate(csv.reader(file, delimiter=delimiter), start=2):
+            reader = csv.reader(file, delimiter=delimiter)
+            for cells in reader:
+                line = reader.line_num + 1  # where the row ends: quoted cells may hold line breaks
                 if not any(cell.strip() for cell in cells):
                     continue
                 if len(cells) != len(names):
@@ -153,10 +156,15 @@ class Table:
         return Table(tensors["x"], tensors["y"], tensors.get("groups"), header["name"])
 
 
-def _opened(path: Path) -> TextIO:
+@contextmanager
+def _opened(path: Path) -> Iterator[TextIO]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path} to read a table from")
-    return path.open(newline="", encoding="utf-8-sig")
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            yield file
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is not a CSV file of UTF-8 text ({error})") from error
 
 
 def _header(file: TextIO) -> tuple[list[str], str]:
