@@ -31,6 +31,7 @@ _POINTS, _EVENTS = (
 )
 _OF_POINTS = "cmanp, lbanp, tnpd, eqtnp, cnp, canp, np, anp, bnp, banp"
 _OF_EVENTS = "cmhp, cmhp-faithful, thp, thp-gap, gru, gru-gap, trivial"
+_FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".npz")  # points are read from the first two only
 _OWN = "Of an event file: "
 User = Annotated[str | None, typer.Option(help=f"{_OWN}the column that tells sequences apart; - for one.")]
 Mark = Annotated[str | None, typer.Option(help=f"{_OWN}the column of kinds, any text; - for none.")]
@@ -100,8 +101,10 @@ def train(
         "--end": end,
         "--split": split,
     }
-    if Path(dataset).suffix in (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".npz"):
-        model = model or ("cmhp" if any(of_events.values()) else "cmanp-small")
+    suffix = Path(dataset).suffix
+    if suffix in _FILES:
+        points = any(of_rows.values()) or (suffix in _FILES[:2] and not any(of_events.values()))
+        model = model or ("cmanp-small" if points else "cmhp")
         folder = out or Path("runs") / f"{Path(dataset).stem}-{model}-{seed}"
         from constmem.own_data import train_on_file
 
@@ -115,7 +118,10 @@ def train(
         return
     given = [name for name, value in (of_rows | of_events).items() if value]
     if given:
-        raise ValueError(f"{', '.join(given)}: these are for files of your own, but {dataset!r} is none")
+        raise ValueError(
+            f"{', '.join(given)}: these are for files of your own, but {dataset!r} is none: their names end "
+            f"in {', '.join(_FILES)}"
+        )
     from constmem.recipes import EVENTS, changed
     from constmem.recipes import recipe as settings_of
     from constmem.train import Run

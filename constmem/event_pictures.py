@@ -11,11 +11,12 @@ from torch import Tensor
 
 from constmem import checks, plots, plots_events
 from constmem.comparison import NAMES, model_name
-from constmem.data import Events
+from constmem.data import EventLog, Events
 from constmem.evaluate_events import mark_confusion, rescaled_times
 from constmem.point_processes import PointProcess
 from constmem.results import read_run, source_of
 from constmem.sources import SIMULATED
+from constmem.train import own_data
 
 SCORED = 20_000  # events of a test set that goodness of fit and confusion are drawn of
 TYPICAL = 60  # events: the sequence shown is the one with about as many
@@ -29,6 +30,7 @@ class TrainedOnEvents:
     run: dict[str, Any]
     model: PointProcess
     events: Events
+    names: list[str] | None = None  # of the marks, where a file of one's own has told them
 
     @property
     def title(self) -> str:
@@ -72,7 +74,9 @@ def open_event_run(folder: Path, *, data_dir: Path | None, device: str) -> Train
     model = PointProcess.from_pretrained(folder, device=where)
     source = source_of(folder, run, data_dir=data_dir, device=where)
     events = Events.cat([batch for batches in source.tests.values() for batch in batches()])
-    return TrainedOnEvents(folder, run, model.eval(), _some(events))
+    own = own_data(folder)
+    names = own.labels if isinstance(own, EventLog) else None
+    return TrainedOnEvents(folder, run, model.eval(), _some(events), names)
 
 
 def _some(events: Events) -> Events:
@@ -98,7 +102,8 @@ def _plot_one(run: TrainedOnEvents, rescaled: Tensor, out: Path) -> list[Path]:
     made.append(plots_events.fit_picture({label: rescaled}, out / "fit.png", title=run.title))
     if run.events.num_marks > 1:
         marks, counts = mark_confusion(run.model, run.events)
-        made.append(plots_events.confusion_picture(marks, counts, out / "marks.png", title=run.title))
+        target = out / "marks.png"
+        made.append(plots_events.confusion_picture(marks, counts, target, title=run.title, names=run.names))
     return made
 
 

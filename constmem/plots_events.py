@@ -14,6 +14,7 @@ from constmem.evaluate_events import EventPredictor
 from constmem.plots import BLUE, GREY, RED, pyplot, save_figure
 
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
+LONGEST = 20  # letters of a mark's name that are shown
 File = str | os.PathLike[str]
 
 
@@ -151,19 +152,20 @@ def confusion_picture(
     """Which mark was foretold for each of the commonest, in percent of its events (see `mark_confusion`)."""
     plt = pyplot()
     percent = 100 * counts.cpu().double() / counts.cpu().sum(1, keepdim=True).clamp_min(1)
-    labels = [str(mark) if names is None else names[mark] for mark in shown.tolist()]
+    labels = [str(mark) if names is None else names[mark][:LONGEST] for mark in shown.tolist()]
     foretold = [*labels, "other"]
     if not counts[:, -1].any():  # all marks are shown, or no other was ever foretold
         percent, foretold = percent[:, :-1], labels
     side = 0.48 * len(labels) + 1.6
-    figure, axis = plt.subplots(figsize=(side + 0.6, side), dpi=130)
+    figure, axis = plt.subplots(figsize=(max(side + 0.6, 5.6), side), dpi=130)  # wide enough for the title
     axis.imshow(_array(percent), cmap="Blues", vmin=0, vmax=100)
     for i, row in enumerate(percent.tolist()):
         for j, value in enumerate(row):
             if value >= 0.5:
                 color = "white" if value > 55 else "black"
                 axis.text(j, i, f"{value:.0f}", ha="center", va="center", fontsize=7, color=color)
-    axis.set_xticks(range(len(foretold)), foretold, fontsize=8)
+    turned = {} if max(map(len, labels)) < 5 else {"rotation": 40, "ha": "right", "rotation_mode": "anchor"}
+    axis.set_xticks(range(len(foretold)), foretold, fontsize=8, **turned)
     axis.set_yticks(
         range(len(labels)),
         [f"{label} ({int(n):,})" for label, n in zip(labels, counts.sum(1), strict=True)],

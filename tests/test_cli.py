@@ -38,6 +38,11 @@ def test_help_does_not_import_torch(tmp_path: Path) -> None:
         (("train", "digits", "cmnap"), "cmanp"),
         (("train", "digits", "cmanp", "--set", "stepz=3"), "did you mean 'steps'"),
         (("eval", "nowhere"), "there is no run in nowhere"),
+        (("train", "a.xlsx", "cnp", "--x", "a", "--y", "b"), "'a.xlsx' is none: their names end in .csv"),
+        (("train", "a.csv", "--x", "a", "--y", "b", "--unit", "hour"), "'cmanp-small' is one of points"),
+        (("train", "a.json"), "no file a.json to read events from"),
+        (("train", "digits", "--device", "tpu"), "there is no device 'tpu' here"),
+        (("train", "digits", "--steps", "0"), "steps is 0, but must be 1 or more"),
     ],
 )
 def test_what_is_unknown_ends_with_code_2_and_the_nearest_name(

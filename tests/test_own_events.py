@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from constmem import plots_events
 from constmem.data import EventLog, Events
 from constmem.forecasting import train_events
 from constmem.own_data import train_on_file
@@ -261,7 +262,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_on_a_file_is_trained_scored_drawn_and_needs_the_file_no_more(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = {"--user": "customer", "--mark": "what", "--time": "when", "--end": "80", "--unit": None}
     rows_of = dict.fromkeys(("--x", "--y", "--group"))
@@ -275,7 +276,13 @@ def test_a_run_on_a_file_is_trained_scored_drawn_and_needs_the_file_no_more(
     shown = capsys.readouterr().out
     assert "shop.csv" in shown
     assert f"{row['scores']['test']['survival_nll']:.3f}" in shown
+    names: list[Any] = []
+    draw = plots_events.confusion_picture
+    monkeypatch.setattr(
+        plots_events, "confusion_picture", lambda *a, **k: names.append(k["names"]) or draw(*a, **k)
+    )
     assert [path.suffix for path in plot_runs([tmp_path / "run"])] == [".png"] * 5
+    assert names == [["buy", "cart", "look"]]
     about = json.loads((tmp_path / "run" / "run.json").read_text())["run"]
     assert about["columns"] == {**COLUMNS, "file": str(file), "end": "80", "split": "sequence"}
 
