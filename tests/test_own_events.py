@@ -137,6 +137,15 @@ def test_sequences_that_a_cut_leaves_empty_are_in_no_part() -> None:
     assert sum(part.num_events for part in (training, validation, test)) == 44
 
 
+def test_too_few_labels_and_no_events_at_all_are_refused() -> None:
+    events = Events.from_gaps([[0.0, 1.0]] * 10, marks=[[0, 1]] * 10, num_marks=2, unit="hour")
+    with pytest.raises(ValueError, match="1 labels for 2 marks"):
+        EventLog.of(events, labels=["shop"])
+    for by in ("sequence", "time"):
+        with pytest.raises(ValueError, match="shop has no events"):
+            EventLog.of(Events.from_gaps([[]] * 10, unit="hour"), by=by, name="shop")
+
+
 def test_every_sequence_is_in_one_part_always_the_same(file: Path) -> None:
     log = EventLog.read(file, **COLUMNS)
     parts = log.parts()

@@ -56,6 +56,10 @@ class EventLog:
         """A log of events: eight, one and one tenths of the sequences at random, or all cut `by="time"`."""
         known("way to part events", by, ("sequence", "time"))
         names = [str(i) for i in range(events.num_marks)] if labels is None else list(labels)
+        if len(names) != events.num_marks:
+            raise ValueError(f"there are {len(names)} labels for {events.num_marks} marks: give one for each")
+        if not events.num_events:
+            raise ValueError(f"{name} has no events, and nothing can be learned from it")
         log = EventLog(events.to("cpu"), _drawn(events, name) if by == "sequence" else None, names, name)
         return _checked(log)
 
