@@ -128,8 +128,8 @@ def train(
     from constmem.train import train as run_training
 
     model = model or ("cmhp" if dataset in EVENTS else "cmanp")
-    overrides = [*(change or []), *([] if steps is None else [f"steps={steps}"])]
-    run = Run(dataset, model, recipe, changed(settings_of(dataset, model, recipe), overrides), seed)
+    settings = changed(settings_of(dataset, model, recipe), change or [], steps=steps)
+    run = Run(dataset, model, recipe, settings, seed)
     folder = out or Path("runs") / f"{dataset}-{model}-{recipe}-{seed}"
     run_training(run, out=folder, data_dir=data_dir, device=device, resume=resume, compiled=compiled)
     _say_trained(folder)

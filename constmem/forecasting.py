@@ -38,7 +38,7 @@ def train_events(
         columns: where the events are from, for the record.
     """
     recipe = event_recipe(model, num_marks=log.events.num_marks)
-    recipe = changed(recipe, [*(change or []), *([] if steps is None else [f"steps={steps}"])])
+    recipe = changed(recipe, change or [], steps=steps)
     run = Run(log.name, model, "own data", recipe, seed, columns or {"file": None})
     folder = train(run, out=Path(out), table=log, device=device, resume=resume, compiled=compiled)
     return PointProcess.from_pretrained(folder, device=device)

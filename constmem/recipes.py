@@ -8,6 +8,7 @@ capacity for it).
 """
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -204,9 +205,14 @@ def _architecture(dataset: str, model: str) -> dict[str, Any]:
     return {"std": "bounded" if dataset in ("emnist", "digits") else "exp"}
 
 
-def changed(recipe: Recipe, overrides: list[str]) -> Recipe:
-    """The recipe with `key=value` (or `model.key=value`) changes; an unknown key is an error."""
+def changed(recipe: Recipe, overrides: Sequence[str], *, steps: int | None = None) -> Recipe:
+    """The recipe with `key=value` (or `model.key=value`) changes; an unknown key is an error.
+
+    Given a number of steps, the warm-up is no more than a tenth of them, unless it is told too.
+    """
     content: dict[str, Any] = asdict(recipe)
+    if steps is not None:
+        content |= {"steps": steps, "warmup": min(recipe.warmup, max(steps // 10, 1))}
     for item in overrides:
         key, equals, value = item.partition("=")
         if not equals:
@@ -266,5 +272,6 @@ def known(what: str, name: str, names: Any) -> str:
     if name in names:
         return name
     near = difflib.get_close_matches(name, list(names), n=3)
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(names)}"
+    every = ", ".join(filter(None, names))
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {every}"
     raise ValueError(f"there is no {what} {name!r}: {hint}")

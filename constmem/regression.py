@@ -39,8 +39,9 @@ def train_table(
     (rows, dim_x), dim_y = table.x.shape, table.y.shape[1]
     grouped = table.groups is not None
     recipe = table_recipe(model, dim_x=dim_x, dim_y=dim_y, rows=rows, grouped=grouped)
-    recipe = changed(recipe, [*(change or []), *([] if steps is None else [f"steps={steps}"])])
+    recipe = changed(recipe, change or [], steps=steps)
     run = Run(table.name, model, "own data", recipe, seed, columns or {"file": None})
-    every = max(recipe.steps // 20 // LOG_EVERY * LOG_EVERY, LOG_EVERY)
+    told = any(item.startswith("validate_every=") for item in change or [])
+    every = None if told else max(recipe.steps // 20 // LOG_EVERY * LOG_EVERY, LOG_EVERY)
     folder = train(run, out=Path(out), table=table, device=device, resume=resume, validate_every=every)
     return NeuralProcess.from_pretrained(folder, device=device)

@@ -170,6 +170,15 @@ def test_a_setting_that_does_not_fit_is_named(override: str, message: str) -> No
         changed(recipe("emnist", "cmanp"), [override])
 
 
+def test_fewer_steps_shorten_the_warm_up_unless_it_is_told() -> None:
+    found = recipe("emnist", "cmanp")
+    assert changed(found, [], steps=600).warmup == 60
+    assert changed(found, ["warmup=200"], steps=600).warmup == 200
+    assert changed(found, [], steps=100_000).warmup == found.warmup
+    assert changed(found, ["steps=600"]).warmup == found.warmup
+    assert changed(recipe("emnist", "cmanp", "faithful"), [], steps=600).warmup == 0
+
+
 def test_an_unknown_model_setting_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be built"):
         train.train(small_run("model.slots=3"), out=tmp_path)

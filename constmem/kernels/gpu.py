@@ -220,9 +220,9 @@ def merges(*tensors: Tensor) -> bool:
     value, lse, other_value, other_lse = tensors
     return (
         value.device.type == "cuda"
-        and value.dtype == other_value.dtype == torch.float64
+        and value.dtype == other_value.dtype == lse.dtype == other_lse.dtype == torch.float64
         and value.shape == other_value.shape
-        and lse.shape == other_lse.shape
+        and value.shape[:-1] == lse.shape == other_lse.shape  # kernels check no sizes
         and value.shape[-1] <= WIDEST["half"]
         and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
         and usable(value.device)
