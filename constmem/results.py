@@ -86,7 +86,7 @@ def evaluate_run(folder: Path, *, data_dir: Path | None, device: str) -> dict[st
     row = {
         "dataset": run["dataset"], "model": run["model"], "recipe": run["recipe_name"], "seed": run["seed"],
         "scores": {name: _scores(model, batches()) for name, batches in source.tests.items()},
-        "published": PUBLISHED.get(run["dataset"], {}).get(run["model"].partition("-")[0]),
+        "published": PUBLISHED.get(run["dataset"], {}).get(run["model"]),  # of a variant nothing was
         "true": _true_nll(run["dataset"], source),
         "peak_memory": {"training": _peak_of(metrics), "evaluation": peak()},
         "steps": max(m.get("step", 0) for m in metrics),
