@@ -1,6 +1,5 @@
 """Rows of events of one's own, from CSV or Parquet: columns by name, marks of any text, times or dates."""
 
-import csv
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from math import isfinite
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from constmem.data.csv_files import opened
 from constmem.data.event_files import COLUMNS, Sequences
 from constmem.recipes import known
 
@@ -47,23 +47,11 @@ def read_rows(path: Path, columns: Mapping[str, str | None], unit: str) -> Label
 
 
 def csv_rows(path: Path, columns: Mapping[str, str | None]) -> Iterator[Row]:
-    """The rows of a CSV file; of ;, tab and comma, what its first line holds most of parts the columns."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            header = file.readline()
-            delimiter = max(",;\t", key=header.count)
-            names = [name.strip() for name in next(csv.reader([header], delimiter=delimiter), [])]
-            places = _places(path, names, columns)
-            reader = csv.reader(file, delimiter=delimiter)
-            for cells in reader:
-                line = reader.line_num + 1  # where the row ends: quoted cells may hold line breaks
-                if not any(cell.strip() for cell in cells):
-                    continue
-                if len(cells) != len(names):
-                    raise ValueError(f"line {line} of {path} has {len(cells)} cells, its header {len(names)}")
-                yield Row(f"line {line} of {path}", *("" if i is None else cells[i].strip() for i in places))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} is not a CSV file of UTF-8 text ({error})") from error
+    """The rows of a CSV file."""
+    with opened(path) as (names, lines):
+        places = _places(path, names, columns)
+        for line, cells in lines:
+            yield Row(f"line {line} of {path}", *("" if i is None else cells[i].strip() for i in places))
 
 
 def parquet_rows(path: Path, columns: Mapping[str, str | None]) -> Iterator[Row]:

@@ -1,19 +1,19 @@
 """Rows of numbers, from a CSV file or arrays: read, checked, parted and kept."""
 
-import csv
 import difflib
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
+from constmem.data.csv_files import Lines, opened
 from constmem.files import read_tensors, write_tensors
 
 KIND, VERSION = "constmem.table", 1
@@ -79,19 +79,12 @@ class Table:
             group: name of the column that says which rows belong together; any text.
         """
         path = Path(path)
-        with _opened(path) as file:
-            names, delimiter = _header(file)
+        with _opened(path) as (names, lines):
             wanted = [*x, *y]
             places = [_place(name, names, path) for name in wanted]
             group_place = None if group is None else _place(group, names, path)
             rows, labels = [], []
-            reader = csv.reader(file, delimiter=delimiter)
-            for cells in reader:
-                line = reader.line_num + 1  # where the row ends: quoted cells may hold line breaks
-                if not any(cell.strip() for cell in cells):
-                    continue
-                if len(cells) != len(names):
-                    raise ValueError(f"line {line} of {path} has {len(cells)} cells, its header {len(names)}")
+            for line, cells in lines:
                 rows.append(
                     [_number(cells[i], f"line {line}, column {names[i]!r} of {path}") for i in places]
                 )
@@ -107,8 +100,8 @@ class Table:
     @staticmethod
     def columns(path: str | os.PathLike[str]) -> list[str]:
         """The names of a CSV file's columns: its first line."""
-        with _opened(Path(path)) as file:
-            return _header(file)[0]
+        with _opened(Path(path)) as (names, _):
+            return names
 
     def __len__(self) -> int:
         return self.x.shape[0]
@@ -156,22 +149,10 @@ class Table:
         return Table(tensors["x"], tensors["y"], tensors.get("groups"), header["name"])
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[TextIO]:
+def _opened(path: Path) -> AbstractContextManager[tuple[list[str], Lines]]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path} to read a table from")
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            yield file
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} is not a CSV file of UTF-8 text ({error})") from error
-
-
-def _header(file: TextIO) -> tuple[list[str], str]:
-    """Names of the columns, and what parts them."""
-    header = file.readline()
-    delimiter = max(",;\t", key=header.count)
-    return [name.strip() for name in next(csv.reader([header], delimiter=delimiter), [])], delimiter
+    return opened(path)
 
 
 def _place(name: str, names: list[str], path: Path) -> int:

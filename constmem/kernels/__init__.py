@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from constmem.kernels import blocked, fused, reference
+from constmem.kernels import blocked, fused, native, reference
 
 
 class Kernel(NamedTuple):
@@ -39,8 +39,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Kernel:
     Function transforms (vmap, grad of grad) and `torch.export` get the plain kernel: it is made of
     portable operators only. So does a single point, which has no softmax to fuse.
     """
-    transformed = torch._C._functorch.maybe_current_level() is not None
-    if transformed or torch.compiler.is_exporting() or k.shape[-2] == 1:
+    if native.transformed() or torch.compiler.is_exporting() or k.shape[-2] == 1:
         return REFERENCE
     return next(kernel for kernel in KERNELS if kernel.supports(q, k, v, bias))
 

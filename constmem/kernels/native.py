@@ -203,7 +203,12 @@ def usable() -> bool:
 
 def traced() -> bool:
     """Whether tensors are symbols of a compiler or of a function transform, not numbers in memory."""
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+    return torch.compiler.is_compiling() or transformed()
+
+
+def transformed() -> bool:
+    """Whether a function transform (vmap, grad of grad) is at work; asked while compiling, too."""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def _require() -> ctypes.CDLL:
