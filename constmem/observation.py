@@ -132,10 +132,17 @@ class Observation(nn.Module):
         prepared, memory = self.prepared(), self._memory
         if memory is None or memory.prepared is not prepared or not _extensible(state, data):
             return None
-        plan = self._plan(memory, data, [] if embed is None else embed.weights())
-        if plan is None or plan.weights.channels != plan.shape[-1]:  # padded channels
-            return None
-        value, lse = native.update(plan, data, state.value, state.lse)
+        layers = [] if embed is None else embed.weights()
+        if gpu.usable(data.device):
+            found = gpu.attempt(lambda: self._extended_by_kernels(memory, state, data, layers))
+            if found is None:
+                return None
+            value, lse = found
+        else:
+            plan = self._plan(memory, data, layers)
+            if plan is None or plan.weights.channels != plan.shape[-1]:  # padded channels
+                return None
+            value, lse = native.update(plan, data, state.value, state.lse)
         return AttentionState(value, lse, state.count + 1, state.fingerprint)
 
     def chunk(self) -> int:
@@ -164,8 +171,29 @@ class Observation(nn.Module):
         self, memory: _Memory, data: Tensor, bias: Tensor | None, layers: list[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor] | None:
         """What the GPU's kernels make of the data; None of what they cannot take."""
+        plan = self._kernel_plan(memory, layers)
+        if plan is None or data.shape[0] == 0:
+            return None
+        if data.shape[1] > 1 or bias is not None:
+            return gpu.observe(plan, data, bias)
+        with torch.autocast("cuda", enabled=False):
+            tokens = gpu.normed_tokens(plan, data[:, 0])[:, : plan.width]
+            value, lse = self._single(F.linear(tokens, *plan.single))
+        return value[..., :1, :].double().expand_as(value), lse.double()
+
+    def _extended_by_kernels(
+        self, memory: _Memory, state: AttentionState, data: Tensor, layers: list[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Value and lse after one more point each by the GPU's kernels; None of what they cannot take."""
+        plan = self._kernel_plan(memory, layers)
+        if plan is None or data.shape[0] == 0:
+            return None
+        return gpu.extended(plan, data, state.value, state.lse)
+
+    def _kernel_plan(self, memory: _Memory, layers: list[tuple[Tensor, Tensor]]) -> gpu.Plan | None:
+        """How the GPU's kernels observe, where they can."""
         precision = gpu.precision_of(self.slots.dtype)
-        if precision is None or data.shape[0] == 0:
+        if precision is None:
             return None
         key = precision, *(_identity(t) for layer in layers for t in layer)
         if key not in memory.plans:
@@ -174,11 +202,7 @@ class Observation(nn.Module):
                 queries, weight, shift = copy.deepcopy(self).double()._prepare()
                 memory.plans[key] = gpu.plan(queries.flatten(0, 1), weight, shift, layers, precision)
         plan: gpu.Plan | None = memory.plans[key]
-        if plan is None or data.shape[1] > 1 or bias is not None:
-            return None if plan is None else gpu.observe(plan, data, bias)
-        with torch.autocast("cuda", enabled=False):
-            value, lse = self._single(F.linear(gpu.normed_tokens(plan, data[:, 0]), *plan.single))
-        return value[..., :1, :].double().expand_as(value), lse.double()
+        return plan
 
     def _plan(self, memory: _Memory, data: Tensor, layers: list[tuple[Tensor, Tensor]]) -> native.Plan | None:
         """How machine code observes such data, where there is any, all is float32 and on the CPU."""
@@ -253,11 +277,12 @@ def _captured(where: str) -> bool:
 
 
 def _extensible(state: AttentionState, data: Tensor) -> bool:
-    """Whether these are plain float64 states on a CPU, as many as there are points."""
+    """Whether these are plain float64 states where the points are, as many as there are points."""
     value = state.value
     return (
         value.dtype == state.lse.dtype == torch.float64
-        and value.device.type == "cpu"
+        and value.device == data.device
+        and data.dtype == torch.float32
         and state.low is None
         and value.shape[:-1] == state.lse.shape
         and value.shape[0] == data.shape[0]

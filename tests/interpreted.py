@@ -123,10 +123,12 @@ def update() -> dict[str, Any]:
     sizes = {"dim": 16, "depth": 2, "num_slots": 4, "num_latents": 4, "hidden": 16, "num_heads": 2}
     model = CMANP(dim_x=1, dim_y=1, **sizes).eval()  # type: ignore[arg-type]
     x, y = torch.randn(3, 40, 1), torch.randn(3, 40, 1)
-    state = model.condition(x[:, :30], y[:, :30])
-    for i in range(30, 40):
-        state = model.update(state, x[:, i : i + 1], y[:, i : i + 1])
-    return errors(state, exactly(lambda: model.double().condition(x.double(), y.double())))
+    state = model.update(model.empty(3), x[:, :1], y[:, :1]).merge(model.condition(x[:, 1:30], y[:, 1:30]))
+    with mock.patch.object(gpu, "extended", wraps=gpu.extended) as extended:
+        for i in range(30, 40):
+            state = model.update(state, x[:, i : i + 1], y[:, i : i + 1])
+    by_kernels = {"by_kernels": extended.call_count}
+    return errors(state, exactly(lambda: model.double().condition(x.double(), y.double()))) | by_kernels
 
 
 def merge() -> dict[str, float]:

@@ -66,6 +66,7 @@ def test_masks_states_of_the_trained_model_updates_and_merges_hold_in_the_kernel
     assert updated["value"] < 1e-5
     assert updated["lse"] < 1e-5
     assert updated["counted"]
+    assert updated["by_kernels"] == 10
     assert all(difference <= 4e-15 for difference in merged.values()), merged
     assert all(d == 0 for name, d in merged.items() if "nothing" in name), merged
 

@@ -25,6 +25,7 @@ ROWS = 128  # slots are padded to a multiple of this
 TOKENS = 2**24  # bytes of tokens that exist at a time
 PARTIAL = 2**27  # bytes of unjoined states of many tasks
 OLDEST = 8, 0  # compute capability with asynchronous copies and TF32
+PROGRAMS = 8  # that merge, on a multiprocessor
 CHUNK = 2**19  # points a model observes at a time
 _LARGEST_HALF = 3e4
 _log = logging.getLogger("constmem")
@@ -155,11 +156,22 @@ def _square(
 
 
 def normed_tokens(plan: Plan, points: Float[Tensor, "n i"]) -> Float[Tensor, "n d"]:
-    """Points through the embedding and the normalisation, in float32."""
-    d = plan.embedding.shape[-1]
-    tokens = torch.empty(len(points), d, device=points.device)
+    """Points through the embedding and the normalisation, in float32, padded."""
+    tokens = torch.empty(len(points), plan.embedding.shape[-1], device=points.device)
     _embed(plan, points.contiguous(), tokens, "tf32x3")
-    return tokens[:, : plan.width]
+    return tokens
+
+
+def extended(
+    plan: Plan, data: Float[Tensor, "b 1 i"], value: Float[Tensor, "b *h s c"], lse: Float[Tensor, "b *h s"]
+) -> tuple[Float[Tensor, "b *h s c"], Float[Tensor, "b *h s"]]:
+    """Float64 states with one point more each, in two launches."""
+    tokens = normed_tokens(plan, data[:, 0])
+    own = value.contiguous().flatten(1, -3), lse.contiguous().flatten(1, -2)
+    found: tuple[Tensor, Tensor] = _kernels().extended(
+        tokens, plan.single, *own, PROGRAMS * _multiprocessors(data.device)
+    )
+    return found[0].view(value.shape), found[1].view(lse.shape)
 
 
 def _embed(plan: Plan, points: Tensor, tokens: Tensor, products: str) -> None:

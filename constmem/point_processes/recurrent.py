@@ -49,6 +49,12 @@ class GRU(PointProcess):
         self.gaps = GapFeatures(dim=dim)
         self.cell = nn.GRU(dim, dim, batch_first=True)
 
+    def train(self, mode: bool = True) -> "GRU":
+        """As ever, but for the cell, which has no dropout: cuDNN keeps what gradients need only so."""
+        super().train(mode)
+        self.cell.train()
+        return self
+
     def _blank(self, batch: int) -> dict[str, Tensor]:
         return {"known": torch.zeros(batch, self.cell.hidden_size, dtype=self.dtype, device=self.device)}
 
