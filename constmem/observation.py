@@ -186,7 +186,7 @@ class Observation(nn.Module):
     ) -> tuple[Tensor, Tensor] | None:
         """Value and lse after one more point each by the GPU's kernels; None of what they cannot take."""
         plan = self._kernel_plan(memory, layers)
-        if plan is None or data.shape[0] == 0:
+        if plan is None or not 0 < data.shape[0] <= gpu.FEW:
             return None
         return gpu.extended(plan, data, state.value, state.lse)
 

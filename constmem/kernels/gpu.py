@@ -25,6 +25,7 @@ ROWS = 128  # slots are padded to a multiple of this
 TOKENS = 2**24  # bytes of tokens that exist at a time
 PARTIAL = 2**27  # bytes of unjoined states of many tasks
 OLDEST = 8, 0  # compute capability with asynchronous copies and TF32
+FEW = 512  # states up to which a new point is observed and merged at once: of more, one after the other
 PROGRAMS = 8  # that merge, on a multiprocessor
 CHUNK = 2**19  # points a model observes at a time
 _LARGEST_HALF = 3e4
