@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from constmem.initial import keep_variance
+from constmem.kernels import layers
 
 Residual = Literal["normed", "raw"]
 
@@ -138,6 +139,10 @@ class FeedForward(nn.Module):
         self.contract = keep_variance(nn.Linear(hidden, dim))
 
     def forward(self, x: Float[Tensor, "b m d"]) -> Float[Tensor, "b m d"]:
+        half = layers.half(x)
+        if half is not None and layers.feeds_forward(*self.contract.weight.shape, half, x.device.index):
+            weights = *self.norm.parameters(), *self.expand.parameters(), *self.contract.parameters()
+            return layers.feed_forward(x, *weights, eps=self.norm.eps, normed=self.normed, half=half)
         normed = self.norm(x)
         content, gate = self.expand(normed).chunk(2, -1)
         out: Tensor = self.contract(content * F.gelu(gate))

@@ -52,7 +52,17 @@ def usable(device: torch.device) -> bool:
     """Whether kernels run there, on ordinary tensors, and none has failed yet."""
     if device.type != "cuda" or _failures or traced() or torch.cuda.is_current_stream_capturing():
         return False
-    return _able(device.index) and _kernels() is not None
+    return able(device.index)
+
+
+def able(index: int | None) -> bool:
+    """Whether kernels are wanted, can be imported, and are known to run on that GPU."""
+    return _able(index) and _kernels() is not None
+
+
+def place(index: int | None) -> torch.device:
+    """The GPU of that index."""
+    return torch.device("cuda", index)
 
 
 @functools.cache
@@ -206,7 +216,7 @@ def _partial(
     b, n, inputs = data.shape
     rows, d = plan.absorbed.shape
     tiles = precision.cut(d)
-    programs = tiles.programs * _multiprocessors(data.device)
+    programs = tiles.programs * multiprocessors(data.device)
     parts = max(1, min(programs // (rows // tiles.rows * b), -(-n // tiles.tokens)))
     top, total = torch.empty(2, b, parts, rows, device=data.device).unbind(0)
     partial = top, total, torch.empty(b, parts, rows, d, device=data.device)
@@ -224,7 +234,7 @@ def _partial(
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 

@@ -245,7 +245,7 @@ def tokens_of(
     n, inputs = points.shape
     layers, d, _ = weight.shape
     tile = 16 if n <= 16 else EMBEDDED if d <= 64 else EMBEDDED // 2
-    _launch(
+    launch(
         _tokens, (triton.cdiv(n, tile),), points, weight, bias, tokens, n, inputs, width,
         LAYERS=layers, D=d, T=tile, PRODUCTS=products, num_warps=8 if tile > 16 else 4,
     )  # fmt: skip
@@ -265,7 +265,7 @@ def softmax(
     tasks, parts, slots = partial[0].shape
     tiles = precision.cut(tokens.shape[1])
     stretch = triton.cdiv(triton.cdiv(points, parts), tiles.tokens) * tiles.tokens
-    _launch(
+    launch(
         _softmax, (slots // tiles.rows, parts, tasks), tokens, tokens if bias is None else bias, absorbed,
         *partial, points, stretch, slots, slots if first else 0,
         BIASED=bias is not None, LIFT=precision.lift, S=tiles.rows, D=tokens.shape[1], T=tiles.tokens,
@@ -285,7 +285,7 @@ def joined(
     """Write value and lse of all parts together, in float64."""
     _, parts, padded, d = partial[2].shape
     tasks, heads, slots, channels = value.shape
-    _launch(
+    launch(
         _joined, (triton.cdiv(slots, JOINED), heads, tasks), *partial, score, project, shift, value, lse,
         parts, padded, slots, channels, LIFT=precision.lift, S=JOINED, D=d,
     )  # fmt: skip
@@ -301,7 +301,7 @@ def merge(
     merged, merged_lse = torch.empty_like(value), torch.empty_like(lse)
     slots, channels = lse.numel(), value.shape[-1]
     shared = value.shape[-2] // other.shape[-2]
-    _launch(
+    launch(
         _merge, (triton.cdiv(slots, MERGED),), value, lse, other, other_lse, merged, merged_lse,
         slots, channels, shared, S=MERGED, C=triton.next_power_of_2(channels),
     )  # fmt: skip
@@ -320,14 +320,14 @@ def extended(
     tasks, heads, slots, channels = value.shape
     pieces = triton.cdiv(slots, MERGED)
     grid = pieces, heads, max(1, min(tasks, programs // (pieces * heads)))
-    _launch(
+    launch(
         _extended, grid, tokens, *single, value, lse, merged, merged_lse, tasks, single[0].shape[1], slots,
         channels, S=MERGED, C=triton.next_power_of_2(channels), D=tokens.shape[1],
     )  # fmt: skip
     return merged, merged_lse
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """Launch on the device the tensors are on, whichever is the current one."""
     device = arguments[0].device
     if device.type != "cuda" or device.index == torch.cuda.current_device():
