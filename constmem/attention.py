@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from constmem.initial import keep_variance
-from constmem.kernels import layers
+from constmem.kernels import feed_forward, layers, whole_attention
 
 Residual = Literal["normed", "raw"]
 
@@ -80,6 +80,9 @@ class CrossAttention(nn.Module):
         context: Float[Tensor, "b n d"],
         mask: Bool[Tensor, "b n"] | None = None,
     ) -> Float[Tensor, "b m d"]:
+        half = layers.half(x, context)
+        if half is not None and self.attention.fits_whole(context, half):
+            return self.attention.whole(x, context, mask, self.norm, self.norm_context, self.normed, half)
         normed = self.norm(x)
         out: Tensor = self.attention(normed, self.norm_context(context), mask)
         return out + (normed if self.normed else x)
@@ -99,6 +102,9 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: Float[Tensor, "b m d"], mask: Bool[Tensor, "b m"] | None = None
     ) -> Float[Tensor, "b m d"]:
+        half = layers.half(x)
+        if half is not None and self.attention.fits_whole(x, half):
+            return self.attention.whole(x, None, mask, self.norm, None, self.normed, half)
         normed = self.norm(x)
         out: Tensor = self.attention(normed, normed, mask)
         return out + (normed if self.normed else x)
@@ -126,6 +132,30 @@ class _Attention(nn.Module):
         out: Tensor = self.out(attend(q, k, v, mask).transpose(1, 2).flatten(2))
         return out
 
+    def fits_whole(self, context: Float[Tensor, "b n d"], half: bool) -> bool:
+        """Whether norm, attention and residual run as one operator for this context."""
+        keys = whole_attention.padded(context.shape[1])
+        if keys is None:
+            return False
+        fits: bool = whole_attention.fits(context.shape[2], self.num_heads, keys, half, context.device.index)
+        return fits
+
+    def whole(
+        self,
+        x: Float[Tensor, "b m d"],
+        context: Float[Tensor, "b n d"] | None,
+        mask: Bool[Tensor, "b n"] | None,
+        norm: nn.LayerNorm,
+        norm_context: nn.LayerNorm | None,
+        normed: bool,
+        half: bool,
+    ) -> Float[Tensor, "b m d"]:
+        """The whole layer as one operator; without a context x attends to itself."""
+        weights = self.query.weight, self.key_value.weight, *self.out.parameters()
+        return whole_attention.attention(
+            x, context, mask, norm, norm_context, *weights, heads=self.num_heads, normed=normed, half=half
+        )
+
 
 class FeedForward(nn.Module):
     """A gated feed-forward layer (GEGLU) with pre-norm and residual."""
@@ -140,9 +170,9 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Float[Tensor, "b m d"]) -> Float[Tensor, "b m d"]:
         half = layers.half(x)
-        if half is not None and layers.feeds_forward(*self.contract.weight.shape, half, x.device.index):
+        if half is not None and feed_forward.fits(*self.contract.weight.shape, half, x.device.index):
             weights = *self.norm.parameters(), *self.expand.parameters(), *self.contract.parameters()
-            return layers.feed_forward(x, *weights, eps=self.norm.eps, normed=self.normed, half=half)
+            return feed_forward.feed_forward(x, *weights, eps=self.norm.eps, normed=self.normed, half=half)
         normed = self.norm(x)
         content, gate = self.expand(normed).chunk(2, -1)
         out: Tensor = self.contract(content * F.gelu(gate))

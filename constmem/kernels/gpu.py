@@ -62,7 +62,7 @@ def able(index: int | None) -> bool:
 
 def place(index: int | None) -> torch.device:
     """The GPU of that index."""
-    return torch.device("cuda", index)
+    return torch.device("cuda") if index is None else torch.device("cuda", index)
 
 
 @functools.cache

@@ -167,9 +167,9 @@ def _backward_weights(
 
 
 def forward(
-    x: Float[Tensor, "r d"],
+    x: Float[Tensor, "*b d"],
     weights: Sequence[Tensor],
-    out: Float[Tensor, "r d"],
+    out: Float[Tensor, "*b d"],
     *,
     tile: int,
     programs: int,
@@ -180,17 +180,17 @@ def forward(
     """Write the layer's result; `weights` are scale, shift, expand, its bias, contract, its bias."""
     d, hidden = weights[4].shape
     launch(
-        _forward, (programs,), x, *weights, out, len(x), eps,
+        _forward, (programs,), x, *weights, out, x.numel() // d, eps,
         NORMED=normed, **products(half), D=d, H=hidden, P=min(hidden, PIECE), T=tile,
         num_warps=4, num_stages=1,
     )  # fmt: skip
 
 
 def backward(
-    x: Float[Tensor, "r d"],
+    x: Float[Tensor, "*b d"],
     weights: Sequence[Tensor],
-    grad: Float[Tensor, "r d"],
-    grad_x: Float[Tensor, "r d"],
+    grad: Float[Tensor, "*b d"],
+    grad_x: Float[Tensor, "*b d"],
     matrices: Float[Tensor, "p k"],
     vectors: Float[Tensor, "t v"],
     *,
@@ -211,11 +211,11 @@ def backward(
     """
     d, hidden = weights[4].shape
     launch(
-        _backward, (programs,), x, *weights, grad, grad_x, vectors, len(x), eps,
+        _backward, (programs,), x, *weights, grad, grad_x, vectors, x.numel() // d, eps,
         NORMED=normed, **products(half), D=d, H=hidden, P=min(hidden, PIECE), T=tile,
         num_warps=4, num_stages=1,
     )  # fmt: skip
     launch(
-        _backward_weights, (hidden // piece, len(matrices)), x, *weights, grad, matrices, len(x), eps,
+        _backward_weights, (hidden // piece, len(matrices)), x, *weights, grad, matrices, x.numel() // d, eps,
         **products(half), D=d, H=hidden, P=piece, T=tile, num_warps=4, num_stages=1,
     )  # fmt: skip
