@@ -14,6 +14,7 @@ from torch import Tensor
 
 from constmem.kernels import gpu
 
+HALF = torch.bfloat16
 WIDTHS = (16, 32, 64)  # of tokens
 TILE = 64  # rows a program meets at a time
 HELD = 2  # programs a multiprocessor holds
@@ -23,9 +24,15 @@ def half(*tokens: Tensor) -> bool | None:
     """Whether products have operands of bfloat16 (else TF32); None where the kernels must not serve."""
     if not (torch.is_grad_enabled() and _plain() and all(on_gpu(x) for x in tokens)):
         return None
-    if torch.is_autocast_enabled("cuda"):
-        return True if torch.get_autocast_dtype("cuda") == torch.bfloat16 else None
-    return False if _coarse() else None
+    cast = cast_to()
+    if cast is None:
+        return False if _coarse() else None
+    return True if cast == HALF else None
+
+
+def cast_to() -> torch.dtype | None:
+    """The type of operands under autocast."""
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 
 
 def on_gpu(x: Tensor) -> bool:

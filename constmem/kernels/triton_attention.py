@@ -1,6 +1,6 @@
 """A whole attention layer in one launch forward, and a few backward, written in Triton.
 
-    q = norm(x) Wq',   k, v = norm(y) Wkv',   out = sum over heads softmax(q k' / sqrt(c)) v Wo' + bo + residual
+    q = norm(x) Wq',  k, v = norm(y) Wkv',  out = sum over heads softmax(q k' / sqrt(c)) v Wo' + bo + residual
 
 All keys of a task fit into one tile, so that a softmax is complete at once and nothing of it is kept. The
 backward pass computes it again, a program for each head of each task, and writes the gradients of q, k and v
@@ -50,12 +50,12 @@ def _projected(tokens, weight, first, D: tl.constexpr, C: tl.constexpr, PRODUCTS
 
 @triton.jit
 def _shares(q, k, seen, PRODUCTS: tl.constexpr):
-    """The softmax of scores to base two over the keys that are seen; zeros if there are none."""
+    """Softmax of scores to base two over the keys that are seen: shares, and what to multiply them with."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRODUCTS)
     scores = tl.where(seen[None, :], scores, -float("inf"))
     shares = tl.exp2(scores - tl.maximum(tl.max(scores, 1), NOTHING)[:, None])
     total = tl.sum(shares, 1)
-    return shares * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    return shares, (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]  # nothing seen: shares of zero
 
 
 @triton.jit(do_not_specialize=["m", "n"])
@@ -81,8 +81,8 @@ def _forward(
         q = _projected(asking, query, first, D, C, PRODUCTS) * (rate * LOG2E)
         k = _projected(tokens, key_value, first, D, C, PRODUCTS).to(OPERANDS)
         v = _projected(tokens, key_value, D + first, D, C, PRODUCTS).to(OPERANDS)
-        shares = _shares(q.to(OPERANDS), k, seen, PRODUCTS)
-        value = tl.dot(shares.to(OPERANDS), v, input_precision=PRODUCTS)
+        shares, rest = _shares(q.to(OPERANDS), k, seen, PRODUCTS)
+        value = tl.dot(shares.to(OPERANDS), v, input_precision=PRODUCTS) * rest
         back = tl.load(project + ds[None, :] * D + (first + cs)[:, None]).to(OPERANDS)  # (c, d)
         result = tl.dot(value.to(OPERANDS), back, acc=result, input_precision=PRODUCTS)
     tl.store(out + place, result, mask=there)
@@ -111,8 +111,9 @@ def _backward(
         grad_value = tl.dot(g, back, input_precision=PRODUCTS)
         asking = _normed(x, scale, shift, rows, m, eps, D).to(OPERANDS)
         q = (_projected(asking, query, first, D, C, PRODUCTS) * (rate * LOG2E)).to(OPERANDS)
-        shares = _shares(q, k, seen, PRODUCTS)
-        value = tl.dot(shares.to(OPERANDS), v, input_precision=PRODUCTS)
+        shares, rest = _shares(q, k, seen, PRODUCTS)
+        value = tl.dot(shares.to(OPERANDS), v, input_precision=PRODUCTS) * rest
+        grad_value = grad_value * rest  # which is all that has to be multiplied
         mean = tl.sum(value * grad_value, 1)
         grad_value = grad_value.to(OPERANDS)
         grad_v = tl.dot(tl.trans(shares.to(OPERANDS)), grad_value, acc=grad_v, input_precision=PRODUCTS)
@@ -203,7 +204,7 @@ def forward(
     launch(
         _forward, (triton.cdiv(x.shape[1], tiles["M"]), len(x)), x, y, y if mask is None else mask, *weights,
         out, x.shape[1], y.shape[1], eps, tiles["C"] ** -0.5, MASKED=mask is not None, NORMED=normed,
-        **products(half), **tiles, num_warps=4, num_stages=1,
+        **products(half), **tiles, num_warps=4,
     )  # fmt: skip
 
 
@@ -224,7 +225,7 @@ def backward(
     launch(
         _backward, (heads, len(x)), x, y, y if mask is None else mask, *weights, grad, *found,
         x.shape[1], y.shape[1], eps, tiles["C"] ** -0.5, MASKED=mask is not None,
-        **products(half), **tiles, num_warps=4 if tiles["N"] <= 128 else 8, num_stages=1,
+        **products(half), **tiles, num_warps=4 if tiles["N"] <= 128 else 8,
     )  # fmt: skip
 
 
@@ -252,7 +253,7 @@ def inward(
     launch(
         _inward, (len(partial),), x, scale, query, key_value, grad_q, grad_kv, grad, grad_x, partial,
         x.numel() // x.shape[-1], eps, ASKS=asks is not None, ANSWERS=answers is not None, NORMED=normed,
-        **products(half), D=x.shape[-1], T=tile, num_warps=4, num_stages=1,
+        **products(half), D=x.shape[-1], T=tile, num_warps=4,
     )  # fmt: skip
 
 
@@ -271,7 +272,7 @@ def outer(
     launch(
         _outer, (wide // d, len(partial)), left, right, *(norm or (right, right)), partial,
         right.numel() // d, wide, eps, NORM=norm is not None, **products(half), D=d, T=tile,
-        num_warps=4, num_stages=1,
+        num_warps=4,
     )  # fmt: skip
 
 

@@ -182,7 +182,7 @@ def forward(
     launch(
         _forward, (programs,), x, *weights, out, x.numel() // d, eps,
         NORMED=normed, **products(half), D=d, H=hidden, P=min(hidden, PIECE), T=tile,
-        num_warps=4, num_stages=1,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -213,9 +213,9 @@ def backward(
     launch(
         _backward, (programs,), x, *weights, grad, grad_x, vectors, x.numel() // d, eps,
         NORMED=normed, **products(half), D=d, H=hidden, P=min(hidden, PIECE), T=tile,
-        num_warps=4, num_stages=1,
+        num_warps=4,
     )  # fmt: skip
     launch(
         _backward_weights, (hidden // piece, len(matrices)), x, *weights, grad, matrices, x.numel() // d, eps,
-        **products(half), D=d, H=hidden, P=piece, T=tile, num_warps=4, num_stages=1,
+        **products(half), D=d, H=hidden, P=piece, T=tile, num_warps=4,
     )  # fmt: skip

@@ -25,5 +25,5 @@ def norm_backward(grad, unit, rate, scale, D: tl.constexpr):
 
 
 def products(half: bool) -> dict[str, Any]:
-    """Operands of matrix products, whose sums are float32."""
-    return {"OPERANDS": HALF if half else tl.float32, "PRODUCTS": TF32}
+    """Operands of matrix products, whose sums are float32; the smaller ones leave room to load ahead."""
+    return {"OPERANDS": HALF if half else tl.float32, "PRODUCTS": TF32, "num_stages": 2 if half else 1}

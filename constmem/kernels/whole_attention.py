@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from constmem.kernels import layers
 from constmem.kernels.layers import TILE, WIDTHS, define, rehearsed, shared, tiles_of
 
 CHANNELS = (16, 32, 64)  # of a head
@@ -109,7 +110,7 @@ def _backward(
     found = grad_x, grad_y, vectors, vectors_y, wide_q, wide_kv, wide_out = _empty(x, y)
     x, y, mask = _contiguous(x, y, mask)
     grad = grad.contiguous()
-    operands = torch.bfloat16 if half else torch.float32
+    operands = layers.HALF if half else torch.float32
     values, grad_q = (torch.empty_like(x, dtype=operands) for _ in range(2))
     grad_kv = y.new_empty(*y.shape[:-1], 2 * y.shape[-1], dtype=operands)
     weights = [*norm, *norm_y, query, key_value, project]
