@@ -80,7 +80,7 @@ class CrossAttention(nn.Module):
         context: Float[Tensor, "b n d"],
         mask: Bool[Tensor, "b n"] | None = None,
     ) -> Float[Tensor, "b m d"]:
-        half = layers.half(x, context)
+        half = layers.half(self.norm.weight, x, context)
         if half is not None and self.attention.fits_whole(context, half):
             return self.attention.whole(x, context, mask, self.norm, self.norm_context, self.normed, half)
         normed = self.norm(x)
@@ -102,7 +102,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: Float[Tensor, "b m d"], mask: Bool[Tensor, "b m"] | None = None
     ) -> Float[Tensor, "b m d"]:
-        half = layers.half(x)
+        half = layers.half(self.norm.weight, x)
         if half is not None and self.attention.fits_whole(x, half):
             return self.attention.whole(x, None, mask, self.norm, None, self.normed, half)
         normed = self.norm(x)
@@ -169,7 +169,7 @@ class FeedForward(nn.Module):
         self.contract = keep_variance(nn.Linear(hidden, dim))
 
     def forward(self, x: Float[Tensor, "b m d"]) -> Float[Tensor, "b m d"]:
-        half = layers.half(x)
+        half = layers.half(self.norm.weight, x)
         if half is not None and feed_forward.fits(*self.contract.weight.shape, half, x.device.index):
             weights = *self.norm.parameters(), *self.expand.parameters(), *self.contract.parameters()
             return feed_forward.feed_forward(x, *weights, eps=self.norm.eps, normed=self.normed, half=half)

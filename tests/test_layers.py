@@ -87,7 +87,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for cached in caches:
         cached.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(layers, "on_gpu", lambda x: x.dtype == torch.float32)
+    monkeypatch.setattr(layers, "on_gpu", lambda _: True)
     monkeypatch.setattr(layers, "_coarse", lambda: True)
     monkeypatch.setattr(gpu, "place", lambda _: torch.device("cpu"))
     monkeypatch.setattr(gpu, "_failures", [])
@@ -161,6 +161,9 @@ def test_whole_layers_serve_by_the_precision_that_is_asked_for(
     monkeypatch.setattr(layers, "_coarse", lambda: False)
     all_layers()
     assert asked == [False] * 3 + [True] * 3
+    weight, embedded = torch.ones(2), torch.ones(2, 2).bfloat16()  # as linear layers give it
+    assert layers.half(weight, embedded) is True
+    assert layers.half(weight.bfloat16(), embedded) is None
 
 
 def test_sizes_beyond_a_program_get_operators(asked: list[Any]) -> None:
@@ -188,7 +191,7 @@ def test_without_gradients_in_other_precisions_and_transformed_operators_serve(
 
 def test_other_devices_get_operators() -> None:
     assert not layers.on_gpu(torch.randn(2, 2))
-    assert layers.half(torch.randn(2, 2)) is None
+    assert layers.half(torch.ones(2), torch.randn(2, 2)) is None
     assert not layers._coarse()
 
 

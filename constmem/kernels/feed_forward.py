@@ -50,7 +50,7 @@ def feed_forward(
 ) -> Float[Tensor, "*b d"]:
     """(c gelu(t)) Wo' + bo + residual with (c, t) = norm(x) We' + be, differentiable once."""
     weights = scale, shift, expand, expand_bias, contract, contract_bias
-    found: Tensor = _forward(x, *weights, eps, normed, half)
+    found: Tensor = _forward(x.float(), *weights, eps, normed, half)
     return found
 
 

@@ -20,14 +20,15 @@ TILE = 64  # rows a program meets at a time
 HELD = 2  # programs a multiprocessor holds
 
 
-def half(*tokens: Tensor) -> bool | None:
+def half(weight: Tensor, *tokens: Tensor) -> bool | None:
     """Whether products have operands of bfloat16 (else TF32); None where the kernels must not serve."""
     if not (torch.is_grad_enabled() and _plain() and all(on_gpu(x) for x in tokens)):
         return None
-    cast = cast_to()
-    if cast is None:
-        return False if _coarse() else None
-    return True if cast == HALF else None
+    cast = cast_to()  # embeddings come in this type
+    kinds = torch.float32, cast
+    if cast not in (None, HALF) or weight.dtype != torch.float32 or any(x.dtype not in kinds for x in tokens):
+        return None
+    return True if cast == HALF else False if _coarse() else None
 
 
 def cast_to() -> torch.dtype | None:
@@ -36,8 +37,8 @@ def cast_to() -> torch.dtype | None:
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether these are float32 numbers on a GPU, few enough to be counted by 32 bits."""
-    return x.device.type == "cuda" and x.dtype == torch.float32 and 0 < x.numel() < 2**30
+    """Whether these are numbers on a GPU, few enough to be counted by 32 bits."""
+    return x.device.type == "cuda" and 0 < x.numel() < 2**30
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -65,7 +65,8 @@ def attention(
     """softmax(q k' / sqrt(c)) v Wo' + bo + residual, where x attends to y (None: to itself)."""
     norms = norm.weight, norm.bias, *((None, None) if norm_y is None else (norm_y.weight, norm_y.bias))
     weights = *norms, query, key_value, project, bias
-    found: Tensor = _forward(x, y, mask, *weights, heads, norm.eps, normed, half)
+    y = None if y is None else y.float()
+    found: Tensor = _forward(x.float(), y, mask, *weights, heads, norm.eps, normed, half)
     return found
 
 
