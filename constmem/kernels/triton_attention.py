@@ -166,24 +166,47 @@ def _inward(
     tl.store(grad_x + place, gx, mask=there)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _outer(
-    left, right, scale, shift, partial, rows, wide, eps,
-    NORM: tl.constexpr, OPERANDS: tl.constexpr, PRODUCTS: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
+@triton.jit
+def _product(
+    left, right, scale, shift, rows, eps, first,
+    WIDE: tl.constexpr, NORM: tl.constexpr, OPERANDS: tl.constexpr, PRODUCTS: tl.constexpr,
+    D: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """left' right over some of the rows, for D of `left`'s channels; `right` may have to be normalised."""
-    ds, first = tl.arange(0, D), tl.program_id(0) * D
-    found = tl.zeros((D, D), tl.float32)
+    ds, found = tl.arange(0, D), tl.zeros((D, D), tl.float32)
     for tile in range(tl.program_id(1), tl.cdiv(rows, T), tl.num_programs(1)):
         place = tile * T + tl.arange(0, T)
         there = (place < rows)[:, None]
-        a = tl.load(left + place[:, None] * wide + (first + ds)[None, :], mask=there, other=0.0)
+        a = tl.load(left + place[:, None] * WIDE + (first + ds)[None, :], mask=there, other=0.0)
         if NORM:
             b = _normed(right, scale, shift, place, rows, eps, D)
         else:
             b = tl.load(right + place[:, None] * D + ds[None, :], mask=there, other=0.0)
         found = tl.dot(tl.trans(a.to(OPERANDS)), b.to(OPERANDS), acc=found, input_precision=PRODUCTS)
-    partial += (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * D * D
+    return found
+
+
+@triton.jit(do_not_specialize=["asking", "answering"])
+def _outer(
+    x, y, scale, shift, y_scale, y_shift, grad, values, grad_q, grad_kv, partial, asking, answering, eps,
+    OPERANDS: tl.constexpr, PRODUCTS: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one square weight over some of the rows: q's, out's, k's or v's."""
+    piece, ds = tl.program_id(0), tl.arange(0, D)
+    if piece == 0:
+        found = _product(
+            grad_q, x, scale, shift, asking, eps, 0, D, True, OPERANDS, PRODUCTS, D, T
+        )  # fmt: skip
+    elif piece == 1:
+        found = _product(
+            grad, values, scale, shift, asking, eps, 0, D, False, OPERANDS, PRODUCTS, D, T
+        )  # fmt: skip
+    else:
+        found = _product(
+            grad_kv, y, y_scale, y_shift, answering, eps, (piece - 2) * D, 2 * D, True, OPERANDS, PRODUCTS,
+            D, T,
+        )  # fmt: skip
+    partial += (tl.program_id(1) * 4 + piece) * D * D
     tl.store(partial + ds[:, None] * D + ds[None, :], found)
 
 
@@ -258,21 +281,22 @@ def inward(
 
 
 def outer(
-    left: Float[Tensor, "*b j"],
-    right: Float[Tensor, "*b d"],
-    norm: tuple[Tensor, Tensor] | None,
-    partial: Float[Tensor, "p j d"],
+    x: Float[Tensor, "b m d"],
+    y: Float[Tensor, "b n d"],
+    norms: Sequence[Tensor],
+    grad: Float[Tensor, "b m d"],
+    found: tuple[Float[Tensor, "b m d"], Float[Tensor, "b m d"], Float[Tensor, "b n dd"]],
+    partial: Float[Tensor, "p 4 d d"],
     *,
     tile: int,
     eps: float,
     half: bool,
 ) -> None:
-    """Write left' right over parts of the rows; `right` is normalised if there is a `norm`."""
-    wide, d = partial.shape[1:]
+    """Write the gradients of q's, out's, k's and v's weights over parts of the rows, from `backward`'s."""
+    d = x.shape[-1]
     launch(
-        _outer, (wide // d, len(partial)), left, right, *(norm or (right, right)), partial,
-        right.numel() // d, wide, eps, NORM=norm is not None, **products(half), D=d, T=tile,
-        num_warps=4,
+        _outer, (4, len(partial)), x, y, *norms, grad, *found, partial, x.numel() // d, y.numel() // d, eps,
+        **products(half), D=d, T=tile, num_warps=4,
     )  # fmt: skip
 
 

@@ -92,15 +92,15 @@ def _forward(x: Tensor, y: Tensor | None, mask: Tensor | None, *rest: Any) -> Te
 
 
 def _empty(x: Tensor, y: Tensor | None) -> tuple[Tensor, ...]:
-    """Where the gradients go: of x and y, of vectors by their tiles, of q's, kv's and out's weights."""
+    """Where the gradients go: of x and y, of vectors by their tiles, of q's, out's, k's and v's weights."""
     d, other = x.shape[-1], x[:0] if y is None else y
     rows = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, other)]
     vectors = [x.new_empty(tiles_of(t), 3 * d) for t in (x, other)]
-    q, kv = shared(x, 1), shared(x if y is None else y, 2)
-    return *rows, *vectors, x.new_empty(q, d, d), x.new_empty(kv, 2 * d, d), x.new_empty(q, d, d)
+    parts = shared(x, 4) if y is None else max(shared(x, 4), shared(y, 4))
+    return *rows, *vectors, x.new_empty(parts, 4, d, d)
 
 
-@define("attention_backward", f"Tensor grad, {READ}, {NUMBERS}", f"({', '.join(['Tensor'] * 7)})")
+@define("attention_backward", f"Tensor grad, {READ}, {NUMBERS}", f"({', '.join(['Tensor'] * 5)})")
 def _backward(
     grad: Tensor, x: Tensor, y: Tensor | None, mask: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
@@ -108,22 +108,21 @@ def _backward(
     own, kernels = y is None, _kernels()
     norm = scale, shift
     norm_y = norm if own else (y_scale, y_shift)
-    found = grad_x, grad_y, vectors, vectors_y, wide_q, wide_kv, wide_out = _empty(x, y)
+    found = grad_x, grad_y, vectors, vectors_y, squares = _empty(x, y)
     x, y, mask = _contiguous(x, y, mask)
     grad = grad.contiguous()
     operands = layers.HALF if half else torch.float32
     values, grad_q = (torch.empty_like(x, dtype=operands) for _ in range(2))
     grad_kv = y.new_empty(*y.shape[:-1], 2 * y.shape[-1], dtype=operands)
+    inner = values, grad_q, grad_kv
     weights = [*norm, *norm_y, query, key_value, project]
-    kernels.backward(x, y, mask, weights, grad, (values, grad_q, grad_kv), heads=heads, eps=eps, half=half)
+    kernels.backward(x, y, mask, weights, grad, inner, heads=heads, eps=eps, half=half)
     asks, answers = (query, grad_q, grad), (key_value, grad_kv)
     also: dict[str, Any] = {"tile": TILE, "eps": eps, "half": half}
     kernels.inward(x, scale, asks, answers if own else None, grad_x, vectors, normed=normed, **also)
     if not own:
         kernels.inward(y, y_scale, None, answers, grad_y, vectors_y, normed=normed, **also)
-    kernels.outer(grad_q, x, norm, wide_q, **also)
-    kernels.outer(grad_kv, y, norm_y, wide_kv, **also)
-    kernels.outer(grad, values, None, wide_out, **also)
+    kernels.outer(x, y, [*norm, *norm_y], grad, inner, squares, **also)
     return found
 
 
@@ -145,13 +144,14 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: A
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     given = ctx.saved_tensors
     found = _backward(grad, *given, ctx.heads, ctx.eps, ctx.normed, ctx.half)
-    grad_x, grad_y, vectors, vectors_y, *matrices = found
+    grad_x, grad_y, vectors, vectors_y, squares = found
     own, d = given[1] is None, grad_x.shape[-1]
     bias, scale, shift = vectors.sum(0).split(d)
     _, y_scale, y_shift = (None, None, None) if own else vectors_y.sum(0).split(d)
     norms = scale, shift, y_scale, y_shift
-    sums = (partial.sum(0) for partial in matrices)
-    return grad_x, None if own else grad_y, None, *norms, *sums, bias, None, None, None, None
+    query, project, key_value = squares.sum(0).view(4 * d, d).split([d, d, 2 * d])
+    weights = query, key_value, project, bias
+    return grad_x, None if own else grad_y, None, *norms, *weights, None, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_keep)
