@@ -4,8 +4,7 @@
 
 All keys of a task fit into one tile, so that a softmax is complete at once and nothing of it is kept. The
 backward pass computes it again, a program for each head of each task, and writes the gradients of q, k and v
-and the heads' results; a second kernel takes those gradients back through projection and normalisation, a
-third multiplies them with what was projected.
+and the heads' results; the kernels of `triton_projection.py` take them from there.
 """
 
 from collections.abc import Sequence
@@ -17,18 +16,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from constmem.kernels.triton import LN2, LOG2E, NOTHING, launch
-from constmem.kernels.triton_norm import norm_backward, normalised, products
+from constmem.kernels.triton_norm import normed_rows, products
 
 QUERIES = 64  # of a tile
-
-
-@triton.jit
-def _normed(x, scale, shift, rows, count, eps, D: tl.constexpr):
-    """Some rows of x, normalised; those that are not there have zeros for x."""
-    ds = tl.arange(0, D)
-    given = tl.load(x + rows[:, None] * D + ds[None, :], mask=(rows < count)[:, None], other=0.0)
-    unit, _ = normalised(given, eps, D)
-    return unit * tl.load(scale + ds)[None, :] + tl.load(shift + ds)[None, :]
 
 
 @triton.jit
@@ -68,10 +58,10 @@ def _forward(
     task, ds, cs = tl.program_id(1), tl.arange(0, D), tl.arange(0, C)
     rows = tl.program_id(0) * M + tl.arange(0, M)
     x, y, out = x + task * m * D, y + task * n * D, out + task * m * D
-    tokens = _normed(y, y_scale, y_shift, tl.arange(0, N), n, eps, D).to(OPERANDS)
+    tokens = normed_rows(y, y_scale, y_shift, tl.arange(0, N), n, eps, D).to(OPERANDS)
     seen = _seen(mask, task, n, MASKED, N)
     place, there = rows[:, None] * D + ds[None, :], (rows < m)[:, None]
-    asking = _normed(x, scale, shift, rows, m, eps, D)
+    asking = normed_rows(x, scale, shift, rows, m, eps, D)
     if NORMED:
         result = asking + tl.load(bias + ds)[None, :]
     else:
@@ -99,7 +89,7 @@ def _backward(
     first, task, ds, cs = tl.program_id(0) * C, tl.program_id(1), tl.arange(0, D), tl.arange(0, C)
     x, y, grad = x + task * m * D, y + task * n * D, grad + task * m * D
     keys, seen = tl.arange(0, N), _seen(mask, task, n, MASKED, N)
-    tokens = _normed(y, y_scale, y_shift, keys, n, eps, D).to(OPERANDS)
+    tokens = normed_rows(y, y_scale, y_shift, keys, n, eps, D).to(OPERANDS)
     k = _projected(tokens, key_value, first, D, C, PRODUCTS).to(OPERANDS)
     v = _projected(tokens, key_value, D + first, D, C, PRODUCTS).to(OPERANDS)
     grad_k, grad_v = tl.zeros((N, C), tl.float32), tl.zeros((N, C), tl.float32)
@@ -109,7 +99,7 @@ def _backward(
         g = tl.load(grad + rows[:, None] * D + ds[None, :], mask=there, other=0.0).to(OPERANDS)
         back = tl.load(project + ds[:, None] * D + (first + cs)[None, :]).to(OPERANDS)  # (d, c)
         grad_value = tl.dot(g, back, input_precision=PRODUCTS)
-        asking = _normed(x, scale, shift, rows, m, eps, D).to(OPERANDS)
+        asking = normed_rows(x, scale, shift, rows, m, eps, D).to(OPERANDS)
         q = (_projected(asking, query, first, D, C, PRODUCTS) * (rate * LOG2E)).to(OPERANDS)
         shares, rest = _shares(q, k, seen, PRODUCTS)
         value = tl.dot(shares.to(OPERANDS), v, input_precision=PRODUCTS) * rest
@@ -127,87 +117,6 @@ def _backward(
     place, there = (task * n + keys)[:, None] * 2 * D + (first + cs)[None, :], (keys < n)[:, None]
     tl.store(grad_kv + place, (grad_k * LN2).to(OPERANDS), mask=there)  # q is to base two
     tl.store(grad_kv + place + D, grad_v.to(OPERANDS), mask=there)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _inward(
-    x, scale, query, key_value, grad_q, grad_kv, grad, grad_x, partial, rows, eps,
-    ASKS: tl.constexpr, ANSWERS: tl.constexpr, NORMED: tl.constexpr, OPERANDS: tl.constexpr,
-    PRODUCTS: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    """A tile of rows back through the projections to q (ASKS) or k and v (ANSWERS) and the normalisation."""
-    tile, ds = tl.program_id(0), tl.arange(0, D)
-    place = tile * T + tl.arange(0, T)
-    there, square = (place < rows)[:, None], ds[:, None] * D + ds[None, :]
-    place = place[:, None] * D + ds[None, :]
-    gn = tl.zeros((T, D), tl.float32)
-    if ASKS:
-        w = tl.load(query + square).to(OPERANDS)
-        gn = tl.dot(tl.load(grad_q + place, mask=there, other=0.0), w, acc=gn, input_precision=PRODUCTS)
-    if ANSWERS:
-        wide = 2 * place - ds[None, :]
-        w = tl.load(key_value + square).to(OPERANDS)
-        gn = tl.dot(tl.load(grad_kv + wide, mask=there, other=0.0), w, acc=gn, input_precision=PRODUCTS)
-        w = tl.load(key_value + D * D + square).to(OPERANDS)
-        gn = tl.dot(tl.load(grad_kv + wide + D, mask=there, other=0.0), w, acc=gn, input_precision=PRODUCTS)
-    unit, rate = normalised(tl.load(x + place, mask=there, other=0.0), eps, D)
-    partial += tile * 3 * D + ds
-    g = tl.zeros((T, D), tl.float32)
-    if ASKS:  # they have the residual
-        g = tl.load(grad + place, mask=there, other=0.0)
-    if NORMED:
-        gn += g
-    tl.store(partial, tl.sum(g, 0))
-    tl.store(partial + D, tl.sum(gn * unit, 0))
-    tl.store(partial + 2 * D, tl.sum(gn, 0))
-    gx = norm_backward(gn, unit, rate, tl.load(scale + ds), D)
-    if not NORMED:
-        gx += g
-    tl.store(grad_x + place, gx, mask=there)
-
-
-@triton.jit
-def _product(
-    left, right, scale, shift, rows, eps, first,
-    WIDE: tl.constexpr, NORM: tl.constexpr, OPERANDS: tl.constexpr, PRODUCTS: tl.constexpr,
-    D: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    """left' right over some of the rows, for D of `left`'s channels; `right` may have to be normalised."""
-    ds, found = tl.arange(0, D), tl.zeros((D, D), tl.float32)
-    for tile in range(tl.program_id(1), tl.cdiv(rows, T), tl.num_programs(1)):
-        place = tile * T + tl.arange(0, T)
-        there = (place < rows)[:, None]
-        a = tl.load(left + place[:, None] * WIDE + (first + ds)[None, :], mask=there, other=0.0)
-        if NORM:
-            b = _normed(right, scale, shift, place, rows, eps, D)
-        else:
-            b = tl.load(right + place[:, None] * D + ds[None, :], mask=there, other=0.0)
-        found = tl.dot(tl.trans(a.to(OPERANDS)), b.to(OPERANDS), acc=found, input_precision=PRODUCTS)
-    return found
-
-
-@triton.jit(do_not_specialize=["asking", "answering"])
-def _outer(
-    x, y, scale, shift, y_scale, y_shift, grad, values, grad_q, grad_kv, partial, asking, answering, eps,
-    OPERANDS: tl.constexpr, PRODUCTS: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    """The gradient of one square weight over some of the rows: q's, out's, k's or v's."""
-    piece, ds = tl.program_id(0), tl.arange(0, D)
-    if piece == 0:
-        found = _product(
-            grad_q, x, scale, shift, asking, eps, 0, D, True, OPERANDS, PRODUCTS, D, T
-        )  # fmt: skip
-    elif piece == 1:
-        found = _product(
-            grad, values, scale, shift, asking, eps, 0, D, False, OPERANDS, PRODUCTS, D, T
-        )  # fmt: skip
-    else:
-        found = _product(
-            grad_kv, y, y_scale, y_shift, answering, eps, (piece - 2) * D, 2 * D, True, OPERANDS, PRODUCTS,
-            D, T,
-        )  # fmt: skip
-    partial += (tl.program_id(1) * 4 + piece) * D * D
-    tl.store(partial + ds[:, None] * D + ds[None, :], found)
 
 
 def forward(
@@ -249,54 +158,6 @@ def backward(
         _backward, (heads, len(x)), x, y, y if mask is None else mask, *weights, grad, *found,
         x.shape[1], y.shape[1], eps, tiles["C"] ** -0.5, MASKED=mask is not None,
         **products(half), **tiles, num_warps=4 if tiles["N"] <= 128 else 8,
-    )  # fmt: skip
-
-
-def inward(
-    x: Float[Tensor, "*b d"],
-    scale: Float[Tensor, " d"],
-    asks: tuple[Tensor, Tensor, Tensor] | None,
-    answers: tuple[Tensor, Tensor] | None,
-    grad_x: Float[Tensor, "*b d"],
-    partial: Float[Tensor, "t v"],
-    *,
-    tile: int,
-    eps: float,
-    normed: bool,
-    half: bool,
-) -> None:
-    """Write the gradient of x, and for every tile those of out's bias, scale and shift.
-
-    Args:
-        asks: the weight of q, the gradient of q, and that of the layer's result, where x asks.
-        answers: the weight of k and v, and their gradients, where x answers.
-    """
-    query, grad_q, grad = asks or (x, x, x)
-    key_value, grad_kv = answers or (x, x)
-    launch(
-        _inward, (len(partial),), x, scale, query, key_value, grad_q, grad_kv, grad, grad_x, partial,
-        x.numel() // x.shape[-1], eps, ASKS=asks is not None, ANSWERS=answers is not None, NORMED=normed,
-        **products(half), D=x.shape[-1], T=tile, num_warps=4,
-    )  # fmt: skip
-
-
-def outer(
-    x: Float[Tensor, "b m d"],
-    y: Float[Tensor, "b n d"],
-    norms: Sequence[Tensor],
-    grad: Float[Tensor, "b m d"],
-    found: tuple[Float[Tensor, "b m d"], Float[Tensor, "b m d"], Float[Tensor, "b n dd"]],
-    partial: Float[Tensor, "p 4 d d"],
-    *,
-    tile: int,
-    eps: float,
-    half: bool,
-) -> None:
-    """Write the gradients of q's, out's, k's and v's weights over parts of the rows, from `backward`'s."""
-    d = x.shape[-1]
-    launch(
-        _outer, (4, len(partial)), x, y, *norms, grad, *found, partial, x.numel() // d, y.numel() // d, eps,
-        **products(half), D=d, T=tile, num_warps=4,
     )  # fmt: skip
 
 

@@ -17,6 +17,15 @@ def normalised(x, eps, D: tl.constexpr):
 
 
 @triton.jit
+def normed_rows(x, scale, shift, rows, count, eps, D: tl.constexpr):
+    """Some rows of x, normalised; those that are not there have zeros for x."""
+    ds = tl.arange(0, D)
+    given = tl.load(x + rows[:, None] * D + ds[None, :], mask=(rows < count)[:, None], other=0.0)
+    unit, _ = normalised(given, eps, D)
+    return unit * tl.load(scale + ds)[None, :] + tl.load(shift + ds)[None, :]
+
+
+@triton.jit
 def norm_backward(grad, unit, rate, scale, D: tl.constexpr):
     """The gradient of a normalisation's input."""
     grad = grad * scale[None, :]

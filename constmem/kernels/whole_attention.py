@@ -71,8 +71,11 @@ def attention(
 
 
 @functools.cache
-def _kernels() -> Any:
-    return importlib.import_module("constmem.kernels.triton_attention")
+def _kernels() -> tuple[Any, Any]:
+    """Those of the softmax and those of projections."""
+    names = "triton_attention", "triton_projection"
+    softmax, projection = (importlib.import_module(f"constmem.kernels.{name}") for name in names)
+    return softmax, projection
 
 
 def _contiguous(x: Tensor, y: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -87,7 +90,8 @@ def _forward(x: Tensor, y: Tensor | None, mask: Tensor | None, *rest: Any) -> Te
     x, y, mask = _contiguous(x, y, mask)
     out = torch.empty_like(x)
     weights = [scale, shift, *norm_y, *weights]
-    _kernels().forward(x, y, mask, weights, out, heads=heads, eps=eps, normed=normed, half=half)
+    softmax, _ = _kernels()
+    softmax.forward(x, y, mask, weights, out, heads=heads, eps=eps, normed=normed, half=half)
     return out
 
 
@@ -105,7 +109,7 @@ def _backward(
     grad: Tensor, x: Tensor, y: Tensor | None, mask: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
     scale, shift, y_scale, y_shift, query, key_value, project, heads, eps, normed, half = rest
-    own, kernels = y is None, _kernels()
+    own, (softmax, projection) = y is None, _kernels()
     norm = scale, shift
     norm_y = norm if own else (y_scale, y_shift)
     found = grad_x, grad_y, vectors, vectors_y, squares = _empty(x, y)
@@ -116,13 +120,13 @@ def _backward(
     grad_kv = y.new_empty(*y.shape[:-1], 2 * y.shape[-1], dtype=operands)
     inner = values, grad_q, grad_kv
     weights = [*norm, *norm_y, query, key_value, project]
-    kernels.backward(x, y, mask, weights, grad, inner, heads=heads, eps=eps, half=half)
+    softmax.backward(x, y, mask, weights, grad, inner, heads=heads, eps=eps, half=half)
     asks, answers = (query, grad_q, grad), (key_value, grad_kv)
     also: dict[str, Any] = {"tile": TILE, "eps": eps, "half": half}
-    kernels.inward(x, scale, asks, answers if own else None, grad_x, vectors, normed=normed, **also)
+    projection.inward(x, scale, asks, answers if own else None, grad_x, vectors, normed=normed, **also)
     if not own:
-        kernels.inward(y, y_scale, None, answers, grad_y, vectors_y, normed=normed, **also)
-    kernels.outer(x, y, [*norm, *norm_y], grad, inner, squares, **also)
+        projection.inward(y, y_scale, None, answers, grad_y, vectors_y, normed=normed, **also)
+    projection.outer(x, y, [*norm, *norm_y], grad, inner, squares, **also)
     return found
 
 
