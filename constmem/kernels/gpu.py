@@ -180,7 +180,7 @@ def extended(
     tokens = normed_tokens(plan, data[:, 0])
     own = value.contiguous().flatten(1, -3), lse.contiguous().flatten(1, -2)
     found: tuple[Tensor, Tensor] = _kernels().extended(
-        tokens, plan.single, *own, PROGRAMS * _multiprocessors(data.device)
+        tokens, plan.single, *own, PROGRAMS * multiprocessors(data.device)
     )
     return found[0].view(value.shape), found[1].view(lse.shape)
 
