@@ -2,9 +2,11 @@
 
     q = norm(x) Wq',  k, v = norm(y) Wkv',  out = sum over heads softmax(q k' / sqrt(c)) v Wo' + bo + residual
 
-All keys of a task fit into one tile, so that a softmax is complete at once and nothing of it is kept. The
-backward pass computes it again, a program for each head of each task, and writes the gradients of q, k and v
-and the heads' results; the kernels of `triton_projection.py` take them from there.
+All keys of a task fit into one tile, so that a softmax is complete at once and nothing of it is kept. A head
+is told from the others by zeros in their place: tiles of its own few channels would be no faster, and some
+compilers read beyond such narrow ones. The backward pass computes it again, a program for each head of each
+task, and writes the gradients of q, k and v and the heads' results; the kernels of `triton_projection.py`
+take them from there.
 """
 
 from collections.abc import Sequence
@@ -32,9 +34,10 @@ def _seen(mask, task, n, MASKED: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _projected(tokens, weight, first, D: tl.constexpr, C: tl.constexpr, PRODUCTS: tl.constexpr):
-    """Tokens times C rows of a weight, from `first` on."""
-    w = tl.load(weight + (first + tl.arange(0, C))[:, None] * D + tl.arange(0, D)[None, :])
+def _projected(tokens, weight, D: tl.constexpr, PRODUCTS: tl.constexpr):
+    """Tokens times D rows of a weight."""
+    ds = tl.arange(0, D)
+    w = tl.load(weight + ds[:, None] * D + ds[None, :])
     return tl.dot(tokens, tl.trans(w.to(tokens.dtype)), input_precision=PRODUCTS)
 
 
@@ -55,7 +58,7 @@ def _forward(
     D: tl.constexpr, C: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """A tile of one task's queries through the layer."""
-    task, ds, cs = tl.program_id(1), tl.arange(0, D), tl.arange(0, C)
+    task, ds = tl.program_id(1), tl.arange(0, D)
     rows = tl.program_id(0) * M + tl.arange(0, M)
     x, y, out = x + task * m * D, y + task * n * D, out + task * m * D
     tokens = normed_rows(y, y_scale, y_shift, tl.arange(0, N), n, eps, D).to(OPERANDS)
@@ -66,15 +69,15 @@ def _forward(
         result = asking + tl.load(bias + ds)[None, :]
     else:
         result = tl.load(x + place, mask=there, other=0.0) + tl.load(bias + ds)[None, :]
-    asking = asking.to(OPERANDS)
-    for first in range(0, D, C):
-        q = _projected(asking, query, first, D, C, PRODUCTS) * (rate * LOG2E)
-        k = _projected(tokens, key_value, first, D, C, PRODUCTS).to(OPERANDS)
-        v = _projected(tokens, key_value, D + first, D, C, PRODUCTS).to(OPERANDS)
-        shares, rest = _shares(q.to(OPERANDS), k, seen, PRODUCTS)
-        value = tl.dot(shares.to(OPERANDS), v, input_precision=PRODUCTS) * rest
-        back = tl.load(project + ds[None, :] * D + (first + cs)[:, None]).to(OPERANDS)  # (c, d)
-        result = tl.dot(value.to(OPERANDS), back, acc=result, input_precision=PRODUCTS)
+    q = _projected(asking.to(OPERANDS), query, D, PRODUCTS) * (rate * LOG2E)
+    k = _projected(tokens, key_value, D, PRODUCTS).to(OPERANDS)
+    v = _projected(tokens, key_value + D * D, D, PRODUCTS).to(OPERANDS)
+    value = tl.zeros((M, D), tl.float32)
+    for head in range(D // C):
+        own = (ds // C == head)[None, :]
+        shares, rest = _shares(tl.where(own, q, 0.0).to(OPERANDS), k, seen, PRODUCTS)
+        value = tl.where(own, tl.dot(shares.to(OPERANDS), v, input_precision=PRODUCTS) * rest, value)
+    result += _projected(value.to(OPERANDS), project, D, PRODUCTS)
     tl.store(out + place, result, mask=there)
 
 
@@ -86,24 +89,25 @@ def _backward(
     D: tl.constexpr, C: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one head's q, k and v in one task, and the head's result."""
-    first, task, ds, cs = tl.program_id(0) * C, tl.program_id(1), tl.arange(0, D), tl.arange(0, C)
+    task, ds = tl.program_id(1), tl.arange(0, D)
+    own = (ds // C == tl.program_id(0))[None, :]
     x, y, grad = x + task * m * D, y + task * n * D, grad + task * m * D
     keys, seen = tl.arange(0, N), _seen(mask, task, n, MASKED, N)
     tokens = normed_rows(y, y_scale, y_shift, keys, n, eps, D).to(OPERANDS)
-    k = _projected(tokens, key_value, first, D, C, PRODUCTS).to(OPERANDS)
-    v = _projected(tokens, key_value, D + first, D, C, PRODUCTS).to(OPERANDS)
-    grad_k, grad_v = tl.zeros((N, C), tl.float32), tl.zeros((N, C), tl.float32)
+    k = _projected(tokens, key_value, D, PRODUCTS).to(OPERANDS)
+    v = _projected(tokens, key_value + D * D, D, PRODUCTS).to(OPERANDS)
+    grad_k, grad_v = tl.zeros((N, D), tl.float32), tl.zeros((N, D), tl.float32)
     for start in range(0, m, M):
         rows = start + tl.arange(0, M)
         there = (rows < m)[:, None]
         g = tl.load(grad + rows[:, None] * D + ds[None, :], mask=there, other=0.0).to(OPERANDS)
-        back = tl.load(project + ds[:, None] * D + (first + cs)[None, :]).to(OPERANDS)  # (d, c)
+        back = tl.load(project + ds[:, None] * D + ds[None, :]).to(OPERANDS)
         grad_value = tl.dot(g, back, input_precision=PRODUCTS)
         asking = normed_rows(x, scale, shift, rows, m, eps, D).to(OPERANDS)
-        q = (_projected(asking, query, first, D, C, PRODUCTS) * (rate * LOG2E)).to(OPERANDS)
+        q = tl.where(own, _projected(asking, query, D, PRODUCTS) * (rate * LOG2E), 0.0).to(OPERANDS)
         shares, rest = _shares(q, k, seen, PRODUCTS)
         value = tl.dot(shares.to(OPERANDS), v, input_precision=PRODUCTS) * rest
-        grad_value = grad_value * rest  # which is all that has to be multiplied
+        grad_value = tl.where(own, grad_value * rest, 0.0)  # which is all that has to be multiplied
         mean = tl.sum(value * grad_value, 1)
         grad_value = grad_value.to(OPERANDS)
         grad_v = tl.dot(tl.trans(shares.to(OPERANDS)), grad_value, acc=grad_v, input_precision=PRODUCTS)
@@ -111,10 +115,10 @@ def _backward(
         grad_scores = (shares * (grad_scores - mean[:, None])).to(OPERANDS)
         grad_k = tl.dot(tl.trans(grad_scores), q, acc=grad_k, input_precision=PRODUCTS)
         here = tl.dot(grad_scores, k, input_precision=PRODUCTS) * rate
-        place = (task * m + rows)[:, None] * D + (first + cs)[None, :]
-        tl.store(grad_q + place, here.to(OPERANDS), mask=there)
-        tl.store(values + place, value.to(OPERANDS), mask=there)
-    place, there = (task * n + keys)[:, None] * 2 * D + (first + cs)[None, :], (keys < n)[:, None]
+        place = (task * m + rows)[:, None] * D + ds[None, :]
+        tl.store(grad_q + place, here.to(OPERANDS), mask=there & own)
+        tl.store(values + place, value.to(OPERANDS), mask=there & own)
+    place, there = (task * n + keys)[:, None] * 2 * D + ds[None, :], (keys < n)[:, None] & own
     tl.store(grad_kv + place, (grad_k * LN2).to(OPERANDS), mask=there)  # q is to base two
     tl.store(grad_kv + place + D, grad_v.to(OPERANDS), mask=there)
 
@@ -157,7 +161,7 @@ def backward(
     launch(
         _backward, (heads, len(x)), x, y, y if mask is None else mask, *weights, grad, *found,
         x.shape[1], y.shape[1], eps, tiles["C"] ** -0.5, MASKED=mask is not None,
-        **products(half), **tiles, num_warps=4 if tiles["N"] <= 128 else 8,
+        **products(half), **tiles, num_warps=4 if tiles["N"] < 128 else 8,
     )  # fmt: skip
 
 
