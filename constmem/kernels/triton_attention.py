@@ -20,7 +20,8 @@ from torch import Tensor
 from constmem.kernels.triton import LN2, LOG2E, NOTHING, launch
 from constmem.kernels.triton_norm import normed_rows, products
 
-QUERIES = 64  # of a tile
+# Queries of a tile, and warps: what a program holds in its registers without spilling any.
+FORWARD, WIDE, BACKWARD = (64, 4), (32, 8), (32, 8)
 
 
 @triton.jit
@@ -136,11 +137,10 @@ def forward(
     half: bool,
 ) -> None:
     """Write the layer's result; `weights`: scale and shift of x and of y, then q's, kv's, out's, a bias."""
-    tiles = _tiles(x, y, heads)
+    tiles = _tiles(x, y, heads, FORWARD if y.shape[1] <= 128 else WIDE, half)
     launch(
         _forward, (triton.cdiv(x.shape[1], tiles["M"]), len(x)), x, y, y if mask is None else mask, *weights,
-        out, x.shape[1], y.shape[1], eps, tiles["C"] ** -0.5, MASKED=mask is not None, NORMED=normed,
-        **products(half), **tiles, num_warps=4,
+        out, x.shape[1], y.shape[1], eps, tiles["C"] ** -0.5, MASKED=mask is not None, NORMED=normed, **tiles,
     )  # fmt: skip
 
 
@@ -157,14 +157,14 @@ def backward(
     half: bool,
 ) -> None:
     """Write the heads' results and the gradients of q and of k and v; `weights` but the last bias."""
-    tiles = _tiles(x, y, heads)
+    tiles = _tiles(x, y, heads, BACKWARD, half)
     launch(
         _backward, (heads, len(x)), x, y, y if mask is None else mask, *weights, grad, *found,
-        x.shape[1], y.shape[1], eps, tiles["C"] ** -0.5, MASKED=mask is not None,
-        **products(half), **tiles, num_warps=4 if tiles["N"] < 128 else 8,
+        x.shape[1], y.shape[1], eps, tiles["C"] ** -0.5, MASKED=mask is not None, **tiles,
     )  # fmt: skip
 
 
-def _tiles(x: Tensor, y: Tensor, heads: int) -> dict[str, Any]:
-    d = x.shape[-1]
-    return {"D": d, "C": d // heads, "M": QUERIES, "N": max(16, triton.next_power_of_2(y.shape[1]))}
+def _tiles(x: Tensor, y: Tensor, heads: int, cut: tuple[int, int], half: bool) -> dict[str, Any]:
+    d, (queries, warps) = x.shape[-1], cut
+    sizes = {"D": d, "C": d // heads, "M": queries, "N": max(16, triton.next_power_of_2(y.shape[1]))}
+    return products(half) | sizes | {"num_warps": warps, "num_stages": 1}
