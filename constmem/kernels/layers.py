@@ -1,9 +1,10 @@
-"""When whole layers run as single operators: on a GPU, while a model learns, at sizes a program can hold.
+"""When whole layers run as single operators: on a GPU, in coarse arithmetic, at sizes a program can hold.
 
 The operators (`feed_forward.py`, `whole_attention.py`) are PyTorch's to see: compilers leave them alone and
 graphs capture them. They keep nothing for the backward pass but their inputs. Each is rehearsed once at the
 sizes it is first wanted for; where that fails, one line in the log says so and PyTorch's own operators serve,
-as they do without a gradient, in float64, on other devices, at other sizes, or with CONSTMEM_NATIVE=0.
+as they do where exact float32 or float64 is asked for, on other devices, at other sizes, or with
+CONSTMEM_NATIVE=0.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ HELD = 2  # programs a multiprocessor holds
 
 def half(weight: Tensor, *tokens: Tensor) -> bool | None:
     """Whether products have operands of bfloat16 (else TF32); None where the kernels must not serve."""
-    if not (torch.is_grad_enabled() and _plain() and all(on_gpu(x) for x in tokens)):
+    if not (_plain() and all(on_gpu(x) for x in tokens)):
         return None
     cast = cast_to()  # embeddings come in this type
     kinds = torch.float32, cast
