@@ -77,11 +77,12 @@ def ceilings() -> str:
 def condition() -> str:
     lines = [
         [f"{row['points']:,}", row["how"], _ms(row), f"{row['points_a_second']:.3g}",
-         f"{row['times_the_literal']:g}x" if "times_the_literal" in row else "",
+         *(f"{row[key]:g}x" if key in row else "" for key in ("times_the_literal", "times_at_once")),
          f"{row['extra_bytes'] / MIB:,.0f}"]
         for row in of("condition") + of("streamed")
     ]  # fmt: skip
-    return table(("points", "", "ms", "points a second", "literal", "extra MiB"), lines)
+    heads = "points", "", "ms", "points a second", "literal in chunks", "literal at once", "extra MiB"
+    return table(heads, lines)
 
 
 def phases() -> str:

@@ -84,7 +84,8 @@ class Observation(nn.Module):
         if torch.is_grad_enabled() or where not in ("cpu", "cuda") or native.traced() or _captured(where):
             return self._prepare()
         autocast = torch.is_autocast_enabled(where), torch.get_autocast_dtype(where)
-        key = parameters[0].dtype, autocast, [_identity(p) for p in parameters]
+        precision = *autocast, torch.get_float32_matmul_precision()
+        key = parameters[0].dtype, precision, [_identity(p) for p in parameters]
         memory = self._memory
         if memory is None or memory.key != key or memory.sum != memory.bits():
             bits = _bits_of([p.detach() for p in parameters]) if where == "cpu" else bool

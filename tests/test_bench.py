@@ -110,6 +110,6 @@ def test_tables_of_what_was_never_measured_are_empty(tmp_path: Path, monkeypatch
                 "times_faster": 9.0}  # fmt: skip
     (tmp_path / "gpu.json").write_text(json.dumps({"device": "some GPU", "rows": [condition]}))
     (tmp_path / "gpu_steps.json").write_text(json.dumps({"rows": [training]}))
-    assert gpu_tables.condition().splitlines()[-1] == "| 10 | half | 2 | 5e+03 | 7x | 2 |"
+    assert gpu_tables.condition().splitlines()[-1] == "| 10 | half | 2 | 5e+03 | 7x |  | 2 |"
     assert gpu_tables.phases().splitlines()[-1] == "| training step | captured | 3 | 9x |"
     assert gpu_tables.ceilings() == ""

@@ -439,6 +439,18 @@ def test_what_is_remembered_does_not_leave_autocast() -> None:
     assert_observed(rough_again, rough, 0.0)
 
 
+def test_what_is_remembered_follows_the_precision_of_products() -> None:
+    block = CMAB(dim=16, num_slots=4)
+    remembered = []
+    with torch.no_grad():
+        for precision in ("high", "highest", "highest"):
+            torch.set_float32_matmul_precision(precision)
+            block.observe(torch.randn(1, 3, 16))
+            remembered.append(block.stack.observation.prepared())
+    assert remembered[0] is not remembered[1]  # on a GPU their products are rounded
+    assert remembered[1] is remembered[2]
+
+
 def test_copies_of_a_block_do_not_share_what_is_remembered() -> None:
     block = CMAB(dim=64, num_slots=32)
     tokens = torch.randn(2, 9, 64)
