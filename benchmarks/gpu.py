@@ -26,14 +26,14 @@ SECTIONS = {
     for section in (
         gpu_conditioning.ceilings, gpu_conditioning.tiles, gpu_conditioning.stages, gpu_conditioning.errors,
         gpu_conditioning.condition, gpu_conditioning.streamed, gpu_phases.update, gpu_phases.read,
-        gpu_phases.small, gpu_conditioning.likelihood, gpu_phases.training, gpu_phases.steps,
+        gpu_phases.small, gpu_conditioning.likelihood, gpu_phases.training,
     )
 }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; all but steps if none")
+    parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; all if none")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")
     parser.add_argument("--seconds", type=float, default=110.0, help="start no section after so long")
     options = parser.parse_args()
@@ -42,7 +42,7 @@ def main() -> None:
         parser.error(f"unknown sections: {', '.join(sorted(unknown))}")
     about = provenance(0, "pixels of random strokes, 2 inputs, 1 output", torch.device("cuda"))
     begun, rows = time.perf_counter(), []
-    for name in options.sections or [name for name in SECTIONS if name != "steps"]:
+    for name in options.sections or SECTIONS:
         here = time.perf_counter()
         if here - begun > options.seconds:
             print(f"-- {name}: left out, {options.seconds:.0f} s are over", flush=True)

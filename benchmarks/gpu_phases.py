@@ -100,13 +100,3 @@ def training() -> Iterator[Row]:
             took = seconds(step, rounds=1, warm=1)
             peak = extra(step)
         yield {"what": "forward and backward", "points": n, "milliseconds": ms(took), "extra_bytes": peak}
-
-
-def steps() -> Iterator[Row]:
-    """A training step of 100 tasks of 100 + 100 points against the literal one, eager and captured."""
-    import training_step
-
-    with torch.enable_grad():
-        yield from (
-            {**row, "what": "training step", "how": row["what"]} for row in training_step.measured(rounds=3)
-        )

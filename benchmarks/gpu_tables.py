@@ -19,8 +19,8 @@ def content(name: str) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {"rows": []}
 
 
-def of(section: str, name: str = "gpu") -> Rows:
-    return [row for row in content(name)["rows"] if row.get("section") == section]
+def of(section: str) -> Rows:
+    return [row for row in content("gpu")["rows"] if row.get("section") == section]
 
 
 def table(heads: tuple[str, ...], lines: list[list[str]]) -> str:
@@ -98,8 +98,8 @@ def phases() -> str:
     for row in of("training"):
         peak = f"{row['extra_bytes'] / MIB:,.0f} MiB"
         lines.append([f"{row['what']}, {row['points']:,} context points", f"extra peak {peak}", _ms(row), ""])
-    for row in of("steps") or of("steps", "gpu_steps"):
-        lines.append([row["what"], row["how"], _ms(row), f"{row['times_faster']:g}x"])
+    for row in content("training_step")["rows"]:
+        lines.append(["training step of 100 tasks", row["what"], _ms(row), f"{row['times_faster']:g}x"])
     return table(("", "", "ms", "literal"), lines)
 
 

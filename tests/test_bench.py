@@ -106,10 +106,9 @@ def test_tables_of_what_was_never_measured_are_empty(tmp_path: Path, monkeypatch
     assert {written() for written in gpu_tables.TABLES.values()} == {""}
     condition = {"section": "condition", "points": 10, "how": "half", "milliseconds": 2.0,
                  "extra_bytes": 2**21, "points_a_second": 5e3, "times_the_literal": 7.0}  # fmt: skip
-    training = {"section": "steps", "what": "training step", "how": "captured", "milliseconds": 3.0,
-                "times_faster": 9.0}  # fmt: skip
+    training = {"what": "captured", "milliseconds": 3.0, "times_faster": 9.0}
     (tmp_path / "gpu.json").write_text(json.dumps({"device": "some GPU", "rows": [condition]}))
-    (tmp_path / "gpu_steps.json").write_text(json.dumps({"rows": [training]}))
+    (tmp_path / "training_step.json").write_text(json.dumps({"rows": [training]}))
     assert gpu_tables.condition().splitlines()[-1] == "| 10 | half | 2 | 5e+03 | 7x |  | 2 |"
-    assert gpu_tables.phases().splitlines()[-1] == "| training step | captured | 3 | 9x |"
+    assert gpu_tables.phases().splitlines()[-1] == "| training step of 100 tasks | captured | 3 | 9x |"
     assert gpu_tables.ceilings() == ""

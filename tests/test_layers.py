@@ -223,7 +223,7 @@ def test_a_gpu_learns_by_whole_layers_as_float64_does(residual: Any, half: bool)
         )
         assert feed_forward.fits(64, 128, half, 0)
         assert whole_attention.fits(64, 4, 128, half, 0)
-        limit = 3e-2 if half else 5e-3
+        limit = 3e-2 if half else 1e-2  # TF32 operands are cut off, not rounded
         assert worst(feed, [x], half) < limit
         assert worst(own, [y], half) < limit
         assert worst(cross, [x, y], half) < limit
