@@ -160,7 +160,8 @@ def print_table(rows: Iterable[dict[str, Any]]) -> None:
         cells_of = zip(*lines, strict=True)
         for column, content in compress(zip(columns, cells_of, strict=True), told):
             words = column in ("run", "test set")
-            widest = None if words else max(map(len, content))  # narrow terminals break heads, not numbers
+            # a narrow terminal breaks heads and before units, but no number
+            widest = None if words or column == "gap RMSE" else max(map(len, content))
             table.add_column(column, justify="left" if words else "right", min_width=widest)
         for line in lines:
             table.add_row(*compress(line, told))
