@@ -162,7 +162,7 @@ def print_table(rows: Iterable[dict[str, Any]]) -> None:
             words = column in ("run", "test set")
             # a narrow terminal breaks heads and before units, but no number
             widest = None if words or column == "gap RMSE" else max(map(len, content))
-            table.add_column(column, justify="left" if words else "right", min_width=widest)
+            table.add_column(column, justify="left" if words else "right", min_width=widest, overflow="fold")
         for line in lines:
             table.add_row(*compress(line, told))
         Console(width=None if sys.stdout.isatty() else 160).print(table)
