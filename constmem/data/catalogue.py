@@ -32,12 +32,12 @@ _JODIE = (
     f"`constmem data prepare {{1}} --source {{0}} {_INTO}`"
 )
 _EASYTPP = (
-    "download train.json, dev.json and test.json of {0} from EasyTPP's data sets into a folder FILES, then run "
-    f"`constmem data prepare easytpp --source FILES --name {{0}} {_INTO}"
+    "download train.json, dev.json and test.json of {0} from EasyTPP's data sets into a folder FILES, then "
+    f"run `constmem data prepare easytpp --source FILES --name {{0}} {_INTO}"
 )
 OWN_EVENTS = (
-    "Events of your own need no preparing: `constmem train FILE cmhp --user COLUMN --mark COLUMN --time COLUMN "
-    "--unit hour` (--unit: of the times, or what dates are counted in; second if not given). Those in "
+    "Events of your own need no preparing: `constmem train FILE cmhp --user COLUMN --mark COLUMN --time "
+    "COLUMN --unit hour` (--unit: of the times, or what dates are counted in; second if not given). Those in "
     "EasyTPP's format can be prepared, too: `constmem data prepare easytpp --source FILES --name NAME "
     f"--unit hour {_INTO}`"
 )
