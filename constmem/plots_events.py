@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from math import log10
 from pathlib import Path
 from typing import Any
 
@@ -47,24 +48,17 @@ def sequence_picture(
     quantiles = {level: _quantile(gap, level).cpu()[0, shown] for level in LEVELS}
     low = torch.minimum(gaps, quantiles[0.05]).min().item() / 2
     high = torch.maximum(gaps, quantiles[0.95]).max().item() * 2
-    grid = torch.logspace(torch.tensor(low).log10().item(), torch.tensor(high).log10().item(), 160).double()
-    value = grid[:, None, None].to(events.device).expand(-1, 1, len(real))
-    density = (gap.log_prob(value).exp() * value).cpu()[:, 0, shown]  # of the log gap
-    plt = pyplot()
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(8.0, 4.8), dpi=130, layout="constrained", gridspec_kw={"height_ratios": [5, 1]}
-    )
-    strongest = density.amax(0, keepdim=True)
-    above.pcolormesh(
-        *map(_array, (place, grid, density / strongest)), cmap="Blues", shading="nearest", vmax=1.6
-    )
+    figure, above, below = _panes(title, height=4.8)
+    grid = torch.logspace(log10(low), log10(high), 160).double()
+    density = _density(gap, grid.to(events.device))[:, shown]
+    shades = density / density.amax(0, keepdim=True)
+    above.pcolormesh(*map(_array, (place, grid, shades)), cmap="Blues", shading="nearest", vmax=1.6)
     for level, style in ((0.05, ":"), (0.25, "--"), (0.5, "-"), (0.75, "--"), (0.95, ":")):
         label = {0.05: "90 % interval", 0.25: "50 % interval", 0.5: "median"}.get(level)
         above.plot(_array(place), _array(quantiles[level]), style, color=BLUE, linewidth=0.9, label=label)
     above.plot(_array(place), _array(gaps), ".", color=RED, markersize=5, label="what came")
     above.set(yscale="log", xlabel="event", ylim=(low, high))
     label_durations(above, events.unit)
-    above.set_title(title, loc="left", fontsize=10)
     _timeline(below, events, shown, _clock(events, shown), names)
     _legend(figure)
     return save_figure(figure, path)
@@ -102,17 +96,12 @@ def hazard_picture(
     seen = hazard if true is None else true
     unit, many = rate_unit(float(seen.max()), events.unit)
     clock = _clock(events, shown)
-    plt = pyplot()
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(8.0, 4.0), dpi=130, sharex=True, layout="constrained",
-        gridspec_kw={"height_ratios": [5, 1]},
-    )  # fmt: skip
+    figure, above, below = _panes(title, height=4.0, sharex=True)
     if true is not None:
         above.plot(clock(times), _array(many * true), color=GREY, linewidth=2.4, label="true hazard")
     above.plot(clock(times), _array(many * hazard), color=BLUE, linewidth=1.1, label="the model's hazard")
     above.set(ylabel=f"events per {unit}", **_hazard_axis(many * seen, events.gaps[0, shown] / many))
     above.yaxis.set_major_formatter("{x:g}")
-    above.set_title(title, loc="left", fontsize=10)
     _timeline(below, events, shown, clock, names)
     _legend(figure)
     return save_figure(figure, path)
@@ -202,6 +191,22 @@ def _alone(events: Events) -> Events:
             "one of two events or more"
         )
     return events.trim()
+
+
+def _panes(title: str, *, height: float, **more: Any) -> tuple[Any, Any, Any]:
+    """A figure of a large axis under a title, and below it a flat one for a time line."""
+    figure, (above, below) = pyplot().subplots(
+        2, 1, figsize=(8.0, height), dpi=130, layout="constrained", height_ratios=(5, 1), **more
+    )
+    above.set_title(title, loc="left", fontsize=10)
+    return figure, above, below
+
+
+def _density(gap: Any, grid: Float64[Tensor, "g"]) -> Float64[Tensor, "g t"]:
+    """The densities of the logarithms of gaps that are foretold for one sequence."""
+    value = grid[:, None, None].expand(-1, *gap.batch_shape)
+    out: Tensor = (gap.log_prob(value).exp() * value)[:, 0].double().cpu()
+    return out
 
 
 def _quantile(gap: Any, level: float) -> Tensor:
