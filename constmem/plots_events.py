@@ -259,8 +259,8 @@ def _timeline(axis: Any, events: Events, shown: slice, clock: Clock, names: Sequ
 def _legend(figure: Any) -> None:
     """What lines and colours mean, below everything that is drawn."""
     labels = [label for axis in figure.axes for label in axis.get_legend_handles_labels()[1]]
-    columns = 6 if max(map(len, labels)) <= 13 else 4
-    figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=columns)
+    in_line = len(labels) if sum(map(len, labels)) + 7 * len(labels) <= 110 else 4  # letters, strokes
+    figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=in_line)
 
 
 def _colours(count: int) -> list[str]:
