@@ -29,7 +29,8 @@ def require_variant(model: str, models: Mapping[str, type[Any]]) -> None:
     name, _, variant = model.partition("-")
     own = variants(name, models)
     if variant and name not in EVENT_MODELS and model not in own:
+        has = f"the variants {', '.join(own)}" if own else "no variants"
         raise ValueError(
-            f"there is no {model!r}: {name} has {'the variants ' + ', '.join(own) if own else 'no variants'}; "
+            f"there is no {model!r}: {name} has {has}; "
             f"use {name} itself, and --set model.KEY=VALUE for other sizes"
         )
