@@ -13,6 +13,10 @@ The rule. A size is doubled three times, all else fixed. Let d be the growth of 
 differences leave no constant floor. A phase is *constant* if the last doubling added less than one byte a
 point: no model that keeps or computes anything for every point can do with less. Otherwise the exponent is
 log2(last d / the d before), *linear* below 1.5 and *quadratic* from there on.
+
+Allocations that have nothing to do with the size come and go. So where the last d is slight, under 4 kB or
+under a thousandth of the peak, it counts only if it is proportional to the size, with an exponent within a
+quarter of 1, as even one byte a point would be; else the phase is *constant*.
 """
 
 import argparse
@@ -40,6 +44,7 @@ SAMPLES = 2  # of the latent, and of the bootstrap, instead of the published 50
 DIM_X, DIM_Y = 2, 3
 PHASES = (("condition", "N"), ("query", "N"), ("query", "M"), ("update", "N"), ("update", "D"))
 KEPT = ("kept", "N")
+SLIGHT, SLIGHT_SHARE = 4096, 1e-3  # bytes, and the share of a peak, that may come and go by themselves
 PAPER = {  # Table 1: condition N, query N, query M, update N, update |D_U|
     "tnpd": (None, "quadratic", "quadratic", None, None),
     "eqtnp": ("quadratic", "linear", "linear", "quadratic", "quadratic"),
@@ -181,9 +186,10 @@ def verdict(sizes: tuple[int, ...], peaks: list[int]) -> dict[str, Any]:
     """Constant, linear or quadratic, by the rule at the top; with the exponent and the growth a point."""
     before, last = peaks[-2] - peaks[-3], peaks[-1] - peaks[-2]
     growth = last / (sizes[-1] - sizes[-2])
-    if growth < 1:
+    exponent = log2(last / before) if last > 0 and before > 0 else float("inf")
+    slight = last < max(SLIGHT, SLIGHT_SHARE * peaks[-1])
+    if growth < 1 or (slight and abs(exponent - 1) > 0.25):
         return {"verdict": "constant", "exponent": 0.0, "bytes_a_point": 0.0}
-    exponent = log2(last / before) if before > 0 else float("inf")
     kind = "linear" if exponent < 1.5 else "quadratic"
     return {"verdict": kind, "exponent": round(exponent, 2), "bytes_a_point": round(growth, 1)}
 

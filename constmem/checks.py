@@ -96,6 +96,31 @@ def heads(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
+def alike(verb: str, mine: Tensor, theirs: Tensor, fingerprints: tuple[str | None, str | None]) -> None:
+    """Refuse to merge or remove states that cannot belong to the same model, by their values and weights."""
+    if mine.shape != theirs.shape or mine.device != theirs.device or mine.dtype != theirs.dtype:
+        here, there = (f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (mine, theirs))
+        raise ValueError(
+            f"cannot {verb} states that differ: {here} and {there}; both must come from the same "
+            "model and batch, in one precision on one device (state.to moves one)"
+        )
+    own, other = fingerprints
+    if None not in fingerprints and own != other:
+        raise ValueError(
+            f"cannot {verb} states made by different weights ({own} and {other}): observe the data again "
+            "with one model"
+        )
+
+
+def goes_on(value: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Refuse to scan from the state of other slots, another batch or another device, by its value."""
+    if value.shape != shape or value.device != device:
+        raise ValueError(
+            f"cannot scan from a state of {tuple(value.shape)} on {value.device}: these points give "
+            f"states of {shape} on {device}; both must come from the same model and batch, on one device"
+        )
+
+
 def device(name: str) -> torch.device:
     """The device of that name, if there is one here."""
     try:

@@ -230,10 +230,10 @@ def bench(
 @data_app.command(name="list")
 def list_data(data_dir: DataDir = None) -> None:
     """What is found where, and what to download for what is not."""
-    from constmem.data import listing
+    from constmem.data import hints, listing
 
-    for entry in listing(data_dir):
-        print(entry)
+    for line in (*listing(data_dir), "", *hints(data_dir)):
+        print(line)
 
 
 @data_app.command()

@@ -92,18 +92,17 @@ def _plot_one(run: TrainedOnEvents, rescaled: Tensor, out: Path) -> list[Path]:
     lines = (run.folder / "metrics.jsonl").read_text().splitlines()
     made = [plots.learning_curve([json.loads(line) for line in lines], out / "learning.png", title=run.title)]
     shown = _typical(run.events)
-    made.append(plots_events.sequence_picture(run.model, shown, out / "sequence.png", title=run.title))
+    told: dict[str, Any] = {"title": run.title, "names": run.names}
+    made.append(plots_events.sequence_picture(run.model, shown, out / "sequence.png", **told))
     process = SIMULATED.get(run.run["dataset"])
     truth = None if process is None else lambda times: process.hazard(shown, times)
-    made.append(
-        plots_events.hazard_picture(run.model, shown, out / "hazard.png", title=run.title, truth=truth)
-    )
+    made.append(plots_events.hazard_picture(run.model, shown, out / "hazard.png", truth=truth, **told))
     label = model_name(run.run["model"])
     made.append(plots_events.fit_picture({label: rescaled}, out / "fit.png", title=run.title))
     if run.events.num_marks > 1:
         marks, counts = mark_confusion(run.model, run.events)
         target = out / "marks.png"
-        made.append(plots_events.confusion_picture(marks, counts, target, title=run.title, names=run.names))
+        made.append(plots_events.confusion_picture(marks, counts, target, **told))
     return made
 
 

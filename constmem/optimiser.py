@@ -7,7 +7,7 @@ the size of Adam's as in J. Liu et al., "Muon is scalable for LLM training", 202
 """
 
 from collections.abc import Sequence
-from math import sqrt
+from math import inf, sqrt
 from typing import Any
 
 import torch
@@ -52,6 +52,10 @@ class Muon(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"Muon takes the model, not its parameters: an nn.Module, not {type(model).__name__}"
+            )
         matrices = _matrices(model)
         chosen = {id(p) for p in matrices}
         others = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
@@ -60,6 +64,19 @@ class Muon(torch.optim.Optimizer):
             "lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay
         }  # fmt: skip
         super().__init__([group for group in groups if group["params"]], defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """More parameters; the group's `matrices` says whether they are weight matrices.
+
+        Args:
+            param_group: `params` and `matrices`, and what else is to differ from the other groups.
+        """
+        super().add_param_group(param_group)
+        try:
+            _require_sound(self.param_groups[-1])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -108,6 +125,31 @@ class Muon(torch.optim.Optimizer):
             if "step" not in self.state[p]:
                 self.state[p]["step"] = torch.zeros((), device=p.device if p.is_cuda else "cpu")
         return [self.state[p]["step"] for p in parameters]
+
+
+def _require_sound(group: dict[str, Any]) -> None:
+    """Refuse a group whose numbers make no sense, or whose parameters are not the matrices they should be."""
+    rate = group["lr"]
+    if isinstance(rate, Tensor) and rate.numel() != 1:
+        raise ValueError(f"lr is a tensor of {rate.numel()} numbers, but must be of one")
+    for name in ("lr", "eps", "weight_decay"):
+        if not 0 <= float(group[name]) < inf:
+            raise ValueError(f"{name} is {float(group[name])}, but must be 0 or more, and finite")
+    beta1, beta2 = group["betas"]
+    for name, share in (("momentum", group["momentum"]), ("betas[0]", beta1), ("betas[1]", beta2)):
+        if not 0 <= share < 1:
+            raise ValueError(f"{name} is {share}, but must be 0 or more, and below 1")
+    if not isinstance(group.get("matrices"), bool):
+        raise ValueError(
+            "a group of Muon's parameters must say what they are: matrices=True for weight matrices, "
+            "matrices=False for all others, which Adam trains"
+        )
+    flat = [tuple(p.shape) for p in group["params"] if p.ndim < 2]
+    if group["matrices"] and flat:
+        raise ValueError(
+            f"parameters of shape {flat[0]} are no matrices, which have two axes or more: put them into a "
+            "group of their own with matrices=False"
+        )
 
 
 def orthogonal(matrices: Float[Tensor, "n o i"], *, rounds: int = 5) -> Float[Tensor, "n o i"]:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from math import log10
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,29 @@ from torch import Tensor
 from constmem.data import Events
 from constmem.evaluate_events import EventPredictor
 from constmem.plots import BLUE, GREY, RED, pyplot, save_figure
+from constmem.plots.clock import Clock, label_durations, rate_unit
 
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
 LONGEST = 20  # letters of a mark's name that are shown
+COLOURS = 10  # that marks are told apart by
 File = str | os.PathLike[str]
 
 
 @torch.no_grad()
 def sequence_picture(
-    model: EventPredictor, events: Events, path: File, *, title: str, most: int = 60
+    model: EventPredictor,
+    events: Events,
+    path: File,
+    *,
+    title: str,
+    names: Sequence[str] | None = None,
+    most: int = 60,
 ) -> Path:
     """One sequence: above, each gap with the density and the intervals foretold for it; below, when and what.
 
     Args:
         events: of one sequence.
+        names: of the marks, where they have any.
         most: how many events are shown, from the last backwards.
     """
     model.eval()
@@ -38,26 +48,19 @@ def sequence_picture(
     quantiles = {level: _quantile(gap, level).cpu()[0, shown] for level in LEVELS}
     low = torch.minimum(gaps, quantiles[0.05]).min().item() / 2
     high = torch.maximum(gaps, quantiles[0.95]).max().item() * 2
-    grid = torch.logspace(torch.tensor(low).log10().item(), torch.tensor(high).log10().item(), 160).double()
-    value = grid[:, None, None].to(events.device).expand(-1, 1, len(real))
-    density = (gap.log_prob(value).exp() * value).cpu()[:, 0, shown]  # of the log gap
-    plt = pyplot()
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(8.0, 4.6), dpi=130, gridspec_kw={"height_ratios": [5, 1]}
-    )
-    strongest = density.amax(0, keepdim=True)
-    above.pcolormesh(
-        *map(_array, (place, grid, density / strongest)), cmap="Blues", shading="nearest", vmax=1.6
-    )
+    figure, above, below = _panes(title, height=4.8)
+    grid = torch.logspace(log10(low), log10(high), 160).double()
+    density = _density(gap, grid.to(events.device))[:, shown]
+    shades = density / density.amax(0, keepdim=True)
+    above.pcolormesh(*map(_array, (place, grid, shades)), cmap="Blues", shading="nearest", vmax=1.6)
     for level, style in ((0.05, ":"), (0.25, "--"), (0.5, "-"), (0.75, "--"), (0.95, ":")):
         label = {0.05: "90 % interval", 0.25: "50 % interval", 0.5: "median"}.get(level)
         above.plot(_array(place), _array(quantiles[level]), style, color=BLUE, linewidth=0.9, label=label)
     above.plot(_array(place), _array(gaps), ".", color=RED, markersize=5, label="what came")
-    above.set(yscale="log", ylabel=f"gap ({events.unit})", xlabel="event", ylim=(low, high))
-    above.set_title(title, loc="left", fontsize=10)
-    above.legend(frameon=False, fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.17))
-    _timeline(below, events, shown)
-    figure.tight_layout()
+    above.set(yscale="log", xlabel="event", ylim=(low, high))
+    label_durations(above, events.unit)
+    _timeline(below, events, shown, _clock(events, shown), names)
+    _legend(figure)
     return save_figure(figure, path)
 
 
@@ -69,6 +72,7 @@ def hazard_picture(
     *,
     title: str,
     truth: Callable[[Tensor], Tensor] | None = None,
+    names: Sequence[str] | None = None,
     most: int = 40,
 ) -> Path:
     """The hazard a model sees while time passes, with the events below it.
@@ -76,6 +80,7 @@ def hazard_picture(
     Args:
         events: of one sequence.
         truth: the true hazard at some times, where it is known (`Process.hazard`).
+        names: of the marks, where they have any.
         most: how many events are shown, from the last backwards.
     """
     model.eval()
@@ -86,21 +91,19 @@ def hazard_picture(
     offsets = share * events.gaps  # (60, 1, t)
     log_hazard = gap.log_prob(offsets) - gap.log_survival(offsets)
     times = (events.times - events.gaps + offsets)[:, 0, shown].T.reshape(-1)
-    plt = pyplot()
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(8.0, 3.6), dpi=130, sharex=True, gridspec_kw={"height_ratios": [5, 1]}
-    )
     hazard = log_hazard[:, 0, shown].T.reshape(-1).exp()
-    seen = hazard
-    if truth is not None:
-        seen = truth(times)
-        above.plot(_array(times), _array(seen), color=GREY, linewidth=2.4, label="true hazard")
-    above.plot(_array(times), _array(hazard), color=BLUE, linewidth=1.1, label="the model's")
-    above.set(ylabel=f"events per {events.unit}", **_hazard_axis(seen, events.gaps[0, shown]))
-    above.set_title(title, loc="left", fontsize=10)
-    above.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
-    _timeline(below, events, shown)
-    figure.tight_layout()
+    true = None if truth is None else truth(times)
+    seen = hazard if true is None else true
+    unit, many = rate_unit(float(seen.max()), events.unit)
+    clock = _clock(events, shown)
+    figure, above, below = _panes(title, height=4.0, sharex=True)
+    if true is not None:
+        above.plot(clock(times), _array(many * true), color=GREY, linewidth=2.4, label="true hazard")
+    above.plot(clock(times), _array(many * hazard), color=BLUE, linewidth=1.1, label="the model's hazard")
+    above.set(ylabel=f"events per {unit}", **_hazard_axis(many * seen, events.gaps[0, shown] / many))
+    above.yaxis.set_major_formatter("{x:g}")
+    _timeline(below, events, shown, clock, names)
+    _legend(figure)
     return save_figure(figure, path)
 
 
@@ -190,6 +193,22 @@ def _alone(events: Events) -> Events:
     return events.trim()
 
 
+def _panes(title: str, *, height: float, **more: Any) -> tuple[Any, Any, Any]:
+    """A figure of a large axis under a title, and below it a flat one for a time line."""
+    figure, (above, below) = pyplot().subplots(
+        2, 1, figsize=(8.0, height), dpi=130, layout="constrained", height_ratios=(5, 1), **more
+    )
+    above.set_title(title, loc="left", fontsize=10)
+    return figure, above, below
+
+
+def _density(gap: Any, grid: Float64[Tensor, "g"]) -> Float64[Tensor, "g t"]:
+    """The densities of the logarithms of gaps that are foretold for one sequence."""
+    value = grid[:, None, None].expand(-1, *gap.batch_shape)
+    out: Tensor = (gap.log_prob(value).exp() * value)[:, 0].double().cpu()
+    return out
+
+
 def _quantile(gap: Any, level: float) -> Tensor:
     shape = torch.Size(gap.batch_shape)
     out: Tensor = gap.icdf(torch.full(shape, level, dtype=torch.float64, device=gap.mean.device)).double()
@@ -214,14 +233,34 @@ def _smallest(gaps: Tensor) -> float:
     return float(positive.min()) if len(positive) else 1.0
 
 
-def _timeline(axis: Any, events: Events, shown: slice) -> None:
-    """The events as strokes, coloured by mark."""
-    colours = [f"C{mark % 10}" if mark >= 0 else GREY for mark in events.marks[0, shown].tolist()]
-    axis.vlines(_array(events.times[0, shown]), 0, 1, colors=colours, linewidth=1.3)
-    note = "; colours are marks" if events.num_marks > 1 else ""
-    axis.set(yticks=[], xlabel=f"time ({events.unit}{note})")
+def _clock(events: Events, shown: slice) -> Clock:
+    """For the times of the events shown, and of the gap before the first of them."""
+    times = events.times[0, shown]
+    return Clock.between(float(times[0] - events.gaps[0, shown][0]), float(times[-1]), events.unit)
+
+
+def _timeline(axis: Any, events: Events, shown: slice, clock: Clock, names: Sequence[str] | None) -> None:
+    """The events as strokes, coloured by mark; with ten marks or fewer the legend tells which is which."""
+    marks, places = events.marks[0, shown], clock(events.times[0, shown])
+    told = 1 < events.num_marks <= COLOURS
+    for mark in marks.unique().tolist():
+        name = "unknown" if mark < 0 else f"mark {mark}" if names is None else names[mark][:LONGEST]
+        colour = GREY if mark < 0 else f"C{mark % COLOURS}"
+        here = places[_array(marks == mark)]
+        axis.vlines(here, 0, 1, colors=colour, linewidth=1.3, label=name if told else None)
+    clock.label_axis(axis)
+    if events.num_marks > COLOURS:
+        axis.set_xlabel(f"{clock.label}; colours are marks")
+    axis.set(yticks=[])
     for side in ("left", "right", "top"):
         axis.spines[side].set_visible(False)
+
+
+def _legend(figure: Any) -> None:
+    """What lines and colours mean, below everything that is drawn."""
+    labels = [label for axis in figure.axes for label in axis.get_legend_handles_labels()[1]]
+    in_line = len(labels) if sum(map(len, labels)) + 7 * len(labels) <= 110 else 4  # letters, strokes
+    figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=in_line)
 
 
 def _colours(count: int) -> list[str]:

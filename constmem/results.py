@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import compress
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +128,13 @@ POINTS = (
     "run", "test set", "log-likelihood", "exact", "by batch", "published", "RMSE", "CRPS", "90 %", "minutes",
 )  # fmt: skip
 OF_EVENTS = (
-    "run", "test set", "NLL", "time", "mark", "published", "survival", "RMSE", "error", "KS", "minutes",
+    "run", "test set", "NLL", "of time", "of mark", "published", "survival", "gap RMSE", "mark error",
+    "mark error, gap known", "KS", "minutes",
 )  # fmt: skip
+TOLD_OF_EVENTS = (
+    "NLL: nats an event, of its time plus of its mark given the time. gap RMSE: of the mean gap foretold.\n"
+    "mark error: how often the likeliest mark is wrong, foretold before the event, or given when it came."
+)
 
 
 def print_table(rows: Iterable[dict[str, Any]]) -> None:
@@ -137,7 +143,8 @@ def print_table(rows: Iterable[dict[str, Any]]) -> None:
     from rich.table import Table
 
     rows = list(rows)
-    for columns, cells, events in ((POINTS, _point_cells, False), (OF_EVENTS, _event_cells, True)):
+    kinds = (POINTS, _point_cells, False, None), (OF_EVENTS, _event_cells, True, TOLD_OF_EVENTS)
+    for columns, cells, events, note in kinds:
         shown = [row for row in rows if of_events(row["model"]) == events]
         if not shown:
             continue
@@ -148,11 +155,14 @@ def print_table(rows: Iterable[dict[str, Any]]) -> None:
                 published = (row["published"] or {}).get(name)
                 known = "" if published is None else f"{published:.3g}"
                 lines.append([run, name, *cells(scores, known), f"{row['minutes']:.1f}"])
-        table = Table(padding=(0, 0))
+        table = Table(padding=(0, 0), caption=note, caption_justify="left")
         told = [any(column) for column in zip(*lines, strict=True)]
-        for column in compress(columns, told):
+        cells_of = zip(*lines, strict=True)
+        for column, content in compress(zip(columns, cells_of, strict=True), told):
             words = column in ("run", "test set")
-            table.add_column(column, justify="left" if words else "right", no_wrap=not words)
+            # a narrow terminal breaks heads and before units, but no number
+            widest = None if words or column == "gap RMSE" else max(map(len, content))
+            table.add_column(column, justify="left" if words else "right", min_width=widest, overflow="fold")
         for line in lines:
             table.add_row(*compress(line, told))
         Console(width=None if sys.stdout.isatty() else 160).print(table)
@@ -168,4 +178,6 @@ def _event_cells(s: dict[str, Any], published: str) -> list[str]:
     ours = [f"{s['nll']:.3f}", f"{s['time_nll']:.3f}", f"{s['mark_nll']:.3f}", published]
     silence = s.get("survival_nll")
     ours.append("" if silence is None else f"{silence:.3f}")
-    return [*ours, f"{s['rmse']:.4g}", f"{100 * s['error']:.1f} %", f"{s['ks']:.3f}"]
+    wrong = [s["error"], 1 - s["accuracy_given_gap"]]
+    errors = ["" if isnan(share) else f"{100 * share:.1f} %" for share in wrong]  # nan: no mark is known
+    return [*ours, f"{s['rmse']:.4g} {s['unit']}", *errors, f"{s['ks']:.3f}"]

@@ -127,7 +127,7 @@ class AttentionState:
         counts = (ones if mask is None else mask.long()).cumsum(1)
         paired, carry = accumulator(k.device) == torch.float32, None
         if initial is not None:
-            initial._require_shape((b, *heads, q.shape[-2], v.shape[-1]), k.device)
+            checks.goes_on(initial.value, (b, *heads, q.shape[-2], v.shape[-1]), k.device)
             paired = paired or initial.low is not None
             initial = initial.to(dtype=torch.float32 if paired else torch.float64)
             counts = counts + initial.count[:, None]
@@ -140,7 +140,7 @@ class AttentionState:
 
     def merge(self, other: "AttentionState") -> "AttentionState":
         """The state of both sets of points together; associative and commutative, `empty` its identity."""
-        self._require_like(other, "merge")
+        checks.alike("merge", self.value, other.value, (self.fingerprint, other.fingerprint))
         return self._joined(other)
 
     def _joined(self, other: "AttentionState") -> "AttentionState":
@@ -161,7 +161,7 @@ class AttentionState:
         What a slot keeps is known to about 1e-6 / (1 - share) of itself, where share is the part of
         the slot's normaliser that goes: a share above `max_share` is refused.
         """
-        self._require_like(other, "remove")
+        checks.alike("remove", self.value, other.value, (self.fingerprint, other.fingerprint))
         if self.low is not None:
             raise ValueError("remove needs float64: state.to(device='cpu', dtype=torch.float64)")
         left = self.count - other.count
@@ -277,29 +277,6 @@ class AttentionState:
         except ValueError as error:
             raise ValueError(f"{path} is damaged: it {error}; save the state again") from error
         return state if device is None else state.to(device)
-
-    def _require_like(self, other: "AttentionState", verb: str) -> None:
-        """Refuse states that cannot belong to the same model."""
-        mine, theirs = self.value, other.value
-        if mine.shape != theirs.shape or mine.device != theirs.device or mine.dtype != theirs.dtype:
-            here, there = (f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (mine, theirs))
-            raise ValueError(
-                f"cannot {verb} states that differ: {here} and {there}; both must come from the same "
-                "model and batch, in one precision on one device (state.to moves one)"
-            )
-        if None not in (self.fingerprint, other.fingerprint) and self.fingerprint != other.fingerprint:
-            raise ValueError(
-                f"cannot {verb} states made by different weights ({self.fingerprint} and "
-                f"{other.fingerprint}): observe the data again with one model"
-            )
-
-    def _require_shape(self, shape: tuple[int, ...], device: torch.device) -> None:
-        """Refuse to go on from the state of other slots, another batch or another device."""
-        if self.value.shape != shape or self.device != device:
-            raise ValueError(
-                f"cannot scan from a state of {tuple(self.value.shape)} on {self.device}: these points give "
-                f"states of {shape} on {device}; both must come from the same model and batch, on one device"
-            )
 
 
 def _made(tensors: Iterable[Tensor], count: Tensor, fingerprint: str | None = None) -> AttentionState:

@@ -26,6 +26,7 @@ from constmem.optimiser import Muon
 from constmem.progress import progress
 from constmem.recipes import Recipe, known
 from constmem.sources import Source, open_source
+from constmem.variants import require_variant
 
 LOG_EVERY = 50
 TABLE, LOG = "table.safetensors", "events.safetensors"  # the rows or events of a run on one's own data
@@ -56,6 +57,7 @@ def build(run: Run) -> Any:
         try:
             return MODELS[name](**run.recipe.model)
         except TypeError as error:
+            require_variant(run.model, MODELS)
             raise ValueError(f"{name} cannot be built with {run.recipe.model}: {error}") from error
 
 
@@ -86,8 +88,8 @@ def train(
         stop_after: leave the loop (with a checkpoint) after this step, to be resumed later.
     """
     where = checks.device(device)
-    source = open_source(run.dataset, run.recipe, data_dir=data_dir, device=where, table=table)
     model = build(run).to(where).train()
+    source = open_source(run.dataset, run.recipe, data_dir=data_dir, device=where, table=table)
     source.prepare(model)
     _prepare_folder(run, out, resume, table, where)
     _set_precision(run.recipe.precision)

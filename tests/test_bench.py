@@ -13,6 +13,7 @@ from constmem.bench import bench
 from constmem.bench.benches import Plan, compared
 from constmem.bench.cached import CachedTransformer
 from constmem.bench.literal import Literal
+from constmem.bench.show import show
 from constmem.neural_processes import CMANP, TNPD
 
 SMALL = {"dim": 16, "depth": 2, "hidden": 16, "num_heads": 2}
@@ -46,6 +47,24 @@ def test_the_table_names_every_candidate(capsys: pytest.CaptureFixture[str]) -> 
     bench(["train"], quick=True)
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("constmem", "literal", "LBANP", "TNP-D", "20 points"))
+
+
+def test_one_is_not_called_many_and_what_was_not_measured_has_no_column(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    row = {"bench": "update", "axis": "streams", "how": "constmem", "milliseconds": 1.0}
+    show([row | {"streams": 1}, row | {"streams": 16, "points": 1, "batch": 4, "targets": 2}])
+    shown = capsys.readouterr().out
+    for size in ("1 stream ", "16 streams", "1 point,", "2 targets", "batch of 4"):
+        assert size in shown
+    assert "1 streams" not in shown
+    assert "MiB" not in shown
+    assert "times as fast" not in shown
+    show([row | {"streams": 1, "extra_bytes": 3 * 2**20}, row | {"streams": 1}])
+    shown = capsys.readouterr().out
+    assert "extra MiB" in shown
+    assert "3.0" in shown
+    assert shown.count("1 stream ") == 1  # the same size again is not repeated
 
 
 def test_an_unknown_benchmark_is_refused_with_the_nearest_name(tmp_path: Path) -> None:

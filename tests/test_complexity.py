@@ -30,6 +30,20 @@ def test_the_rule_sees_growth_under_a_floor(peak: Callable[[int], float], expect
     assert verdict(sizes, [int(peak(n)) for n in sizes])["verdict"] == expected
 
 
+@pytest.mark.parametrize(
+    ("peaks", "expected"),
+    [
+        ([5584088, 6421464, 6421464, 6422936], "constant"),  # as once measured: 1.4 kB came by themselves
+        ([6421464, 6421464, 6421848, 6424936], "constant"),  # in both doublings, but not in proportion
+        ([200_000_000, 200_000_000, 200_000_000, 200_150_000], "constant"),  # slight beside the peak
+        ([6400000, 6400512, 6401536, 6403584], "linear"),  # as slight, but two bytes for every point
+        ([70_000, 70_000, 70_000, 80_000], "quadratic"),  # a sudden jump is no noise
+    ],
+)
+def test_slight_growth_counts_only_if_it_is_proportional_to_the_size(peaks: list[int], expected: str) -> None:
+    assert verdict((256, 512, 1024, 2048), peaks)["verdict"] == expected
+
+
 def test_committed_verdicts_follow_from_the_committed_peaks_and_cover_all_models() -> None:
     for row in ROWS:
         found = verdict(tuple(row["sizes"]), row["peaks"])

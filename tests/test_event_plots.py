@@ -127,7 +127,7 @@ def test_simulated_events_are_drawn_with_the_true_hazard(
 ) -> None:
     known: list[Any] = []
 
-    def watched(model: Any, events: Events, path: Path, *, title: str, truth: Any) -> Path:  # noqa: ARG001
+    def watched(model: Any, events: Events, path: Path, *, truth: Any, **_: Any) -> Path:  # noqa: ARG001
         times = torch.linspace(1.0, float(events.times[0, -1]), 7, dtype=torch.float64)
         expected = SIMULATED["hawkes1"].hazard(events, times)
         known.append(torch.equal(truth(times), expected))

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -462,6 +463,22 @@ def test_a_set_of_ones_own_is_prepared_listed_and_loaded_by_its_name(tmp_path, c
     assert "events_visits: 3 train, 2 validation, 1 test" in shown
     assert "events_taxi: missing. EasyTPP Taxi" in shown
     assert "constmem data prepare wiki --source wikipedia.csv" in shown
+
+
+def test_every_command_that_the_listing_gives_says_where_to_write_and_in_which_unit(tmp_path, capsys):
+    app(["data", "list", "--data-dir", str(tmp_path / "none")], standalone_mode=False)
+    shown = capsys.readouterr().out
+    commands = re.findall("`(constmem data prepare [^`]* --source [^`]*)`", shown)
+    assert len(commands) == 8
+    assert all("--data-dir FOLDER" in command for command in commands)
+    easytpp = [command for command in commands if "easytpp" in command and "--name taxi" not in command]
+    assert len(easytpp) == 2
+    assert all("--unit" in command for command in easytpp)  # that of taxi alone is known
+    assert f"Looked in {tmp_path / 'none'}, which does not exist: --data-dir FOLDER" in shown
+    assert "CONSTMEM_DATA" in shown
+    own = re.search("`(constmem train [^`]*)`", shown)
+    assert own is not None
+    assert "--unit" in own[1]
 
 
 def test_what_cannot_be_prepared_is_told(tmp_path):

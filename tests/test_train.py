@@ -1,5 +1,6 @@
 """The training loop: resumable bit for bit, stopped in good order, honest about bad settings."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -12,10 +13,12 @@ import torch
 
 from constmem import checkpoint, recipes, sources, train
 from constmem.neural_processes import CMANP, NeuralProcess
+from constmem.neural_processes import MODELS as NEURAL_PROCESSES
 from constmem.optimiser import Muon
 from constmem.progress import progress
 from constmem.recipes import changed, recipe
 from constmem.train import Run, StoppedError
+from constmem.variants import OF_POINTS, variants
 
 SMALL = ["steps=12", "batch=4", "warmup=3", "num_targets=8", "model.dim=8", "model.depth=1",
          "model.num_slots=4", "model.num_latents=4", "model.hidden=8", "model.num_heads=2"]  # fmt: skip
@@ -182,6 +185,32 @@ def test_fewer_steps_shorten_the_warm_up_unless_it_is_told() -> None:
 def test_an_unknown_model_setting_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be built"):
         train.train(small_run("model.slots=3"), out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("cnp-small", "there is no 'cnp-small': cnp has no variants; use cnp itself"),
+        ("lbanp-tiny", "there is no 'lbanp-tiny': lbanp has the variants lbanp-matched; use lbanp itself"),
+    ],
+)
+def test_a_variant_that_a_model_does_not_have_is_refused_with_those_it_has(model: str, told: str) -> None:
+    run = Run("emnist", model, "improved", recipe("emnist", model))
+    with pytest.raises(ValueError, match=told):  # before any data are looked for
+        train.train(run, out=Path("nowhere"), data_dir=Path("nowhere"))
+
+
+def test_the_variants_of_a_model_are_those_it_can_be_built_in() -> None:
+    with pytest.raises(ValueError, match=f"there are {', '.join(OF_POINTS)}$"):
+        recipe("gp", "cmanp-other")  # the recipes know these and no others
+    for name in NEURAL_PROCESSES:
+        built = []
+        for variant in OF_POINTS:
+            model = f"{name}-{variant}"
+            with contextlib.suppress(TypeError):
+                NEURAL_PROCESSES[name](**recipe("gp", model).model)
+                built.append(model)
+        assert variants(name, NEURAL_PROCESSES) == built
 
 
 def test_every_data_set_has_both_recipes_for_every_model() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,24 @@ def test_a_run_of_events_is_scored_and_printed(
     assert json.loads((tmp_path / "run" / "eval.json").read_text())["scores"]["test"]["nll"] == scores["nll"]
     print_table([row])
     assert "NLL" in capsys.readouterr().out
+
+
+def test_what_eval_prints_of_events_says_which_error_is_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    scores = {
+        "nll": 1.5, "time_nll": 1.0, "mark_nll": 0.5, "survival_nll": None, "rmse": 0.25, "error": 0.3,
+        "accuracy_given_gap": 0.8, "ks": 0.05, "unit": "hour",
+    }  # fmt: skip
+    row = {"dataset": "taxi", "model": "cmhp", "recipe": "improved", "seed": 0, "published": None}
+    print_table([row | {"minutes": 1.0, "scores": {"test": scores}}])
+    shown = capsys.readouterr().out.splitlines()
+    lines = [[cell.strip() for cell in re.split("[│┃]", line)] for line in shown]
+    heads, cells = (next(line for line in lines if word in line) for word in ("NLL", "30.0 %"))
+    assert cells[heads.index("mark error")] == "30.0 %"
+    assert cells[heads.index("mark error, gap known")] == "20.0 %"
+    assert cells[heads.index("gap RMSE")] == "0.25 hour"
+    no_marks = {"error": float("nan"), "accuracy_given_gap": float("nan")}
+    print_table([row | {"minutes": 1.0, "scores": {"test": scores | no_marks}}])
+    assert "mark error, gap known" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 38, 100, 129, 493, 5000])

@@ -1,14 +1,16 @@
 """Rows of benchmarks as a table on a terminal."""
 
 import sys
+from itertools import compress
 from typing import Any
 
 SIZES = "points", "streams", "targets", "batch"
+HEADS = "against", "size", "", "ms", "times as fast as", "extra MiB"
 
 
 def cells(row: dict[str, Any]) -> list[str]:
     """What is measured, at which size, who, how long, how many times as fast as whom, and extra bytes."""
-    sizes = ", ".join(f"{row[key]:,} {key}" for key in SIZES if key in row)
+    sizes = ", ".join(_counted(row[key], key) for key in SIZES if key in row)
     faster = (
         f"{row['ratio']:g}x ({row['quartile_low']:g} to {row['quartile_high']:g})" if "ratio" in row else ""
     )
@@ -24,22 +26,34 @@ def cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def _counted(number: int, what: str) -> str:
+    """So many of something, as one says it.
+
+    >>> [_counted(1, "streams"), _counted(4096, "points"), _counted(16, "batch")]
+    ['1 stream', '4,096 points', 'batch of 16']
+    """
+    if what == "batch":
+        return f"batch of {number:,}"
+    return f"{number:,} {what.removesuffix('s') if number == 1 else what}"
+
+
 def show(rows: list[dict[str, Any]]) -> None:
-    """A table of the rows of one benchmark."""
+    """A table of the rows of one benchmark, without the columns that nothing was measured for."""
     from rich.console import Console
     from rich.table import Table
 
     if not rows:
         return
+    lines = [cells(row) for row in rows]
+    told = [any(column) for column in zip(*lines, strict=True)]
     grid = Table(title=rows[0]["bench"], title_justify="left")
-    heads = "against", "size", "", "ms", "times as fast as", "extra MiB"
-    for head in heads:
+    for head in compress(HEADS, told):
         grid.add_column(head, justify="right" if head in ("ms", "extra MiB") else "left")
-    before: list[str] = []
-    for row in rows:
-        now = cells(row)
-        if before and now[:2] != before[:2]:
+    before = [""] * len(HEADS)
+    for now in lines:
+        again = now[:2] == before[:2]
+        if before[0] and not again:
             grid.add_section()
-        grid.add_row(*(["", ""] if now[:2] == before[:2] else now[:2]), *now[2:])
+        grid.add_row(*compress(["", "", *now[2:]] if again else now, told))
         before = now
     Console(width=None if sys.stdout.isatty() else 120).print(grid)

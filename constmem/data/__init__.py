@@ -14,7 +14,7 @@ from constmem.data.gp import (
     static_gp_tasks,
 )
 from constmem.data.images import Images, hold_out, load_images
-from constmem.data.packs import Listing, MissingDataError, listing
+from constmem.data.packs import Listing, MissingDataError, hints, listing
 from constmem.data.pixels import evaluation_tasks, image_points, image_tasks, static_image_tasks
 from constmem.data.prepare import prepare_celeba, prepare_emnist
 from constmem.data.prepare_events import prepare_easytpp, prepare_jodie
@@ -49,6 +49,7 @@ __all__ = [
     "evaluation_tasks",
     "gp_evaluation_tasks",
     "gp_tasks",
+    "hints",
     "hold_out",
     "image_points",
     "image_tasks",

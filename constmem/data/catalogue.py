@@ -26,12 +26,20 @@ class DataSet:
 
 EVENT_SPLITS = ("train", "validation", "test")
 EVENT_KEYS = ("times", "marks", "offsets", "split", "unit", "num_marks")
+_INTO = "--data-dir FOLDER"  # where the pack goes, unless CONSTMEM_DATA tells it
 _JODIE = (
-    "download {0} from the JODIE page of Stanford's SNAP, then run `constmem data prepare {1} --source {0}`"
+    "download {0} from the JODIE page of Stanford's SNAP, then run "
+    f"`constmem data prepare {{1}} --source {{0}} {_INTO}`"
 )
 _EASYTPP = (
-    "download train.json, dev.json and test.json of {0} from EasyTPP's data sets into a folder, then run "
-    "`constmem data prepare easytpp --source FOLDER --name {0}`"
+    "download train.json, dev.json and test.json of {0} from EasyTPP's data sets into a folder FILES, then "
+    f"run `constmem data prepare easytpp --source FILES --name {{0}} {_INTO}"
+)
+OWN_EVENTS = (
+    "Events of your own need no preparing: `constmem train FILE cmhp --user COLUMN --mark COLUMN --time "
+    "COLUMN --unit hour` (--unit: of the times, or what dates are counted in; second if not given). Those in "
+    "EasyTPP's format can be prepared, too: `constmem data prepare easytpp --source FILES --name NAME "
+    f"--unit hour {_INTO}`"
 )
 
 KNOWN = {
@@ -43,7 +51,7 @@ KNOWN = {
             ("train_images", "train_labels", "test_images", "test_labels"),
             "EMNIST 'balanced': 28x28 handwritten digits and letters, 47 classes",
             "download the binary format of EMNIST (gzip.zip) from the EMNIST page of NIST, then run "
-            "`constmem data prepare emnist --source gzip.zip`",
+            f"`constmem data prepare emnist --source gzip.zip {_INTO}`",
         ),
         DataSet(
             "celeba",
@@ -52,7 +60,7 @@ KNOWN = {
             "CelebA: aligned faces, 178x218 JPEG files, for non-commercial research",
             "download img_align_celeba.zip and list_eval_partition.txt from the CelebA page of the "
             "Multimedia Laboratory, The Chinese University of Hong Kong, into one folder, then run "
-            "`constmem data prepare celeba --source img_align_celeba.zip`",
+            f"`constmem data prepare celeba --source img_align_celeba.zip {_INTO}`",
         ),
         DataSet(
             "celeba32_more",
@@ -74,14 +82,14 @@ KNOWN = {
             ("taxi",),
             EVENT_KEYS,
             "EasyTPP Taxi: pick-ups and drop-offs in New York, 10 marks, its own splits",
-            _EASYTPP.format("taxi"),
+            _EASYTPP.format("taxi") + "`",
         ),
         DataSet(
             "events_taobao",
             ("taobao",),
             EVENT_KEYS,
             "Taobao clicks, 17 marks, its own splits; versions differ, and figures with them",
-            _EASYTPP.format("taobao"),
+            _EASYTPP.format("taobao") + " --unit UNIT`, for it does not tell the unit of its times",
         ),
         DataSet(
             "events_mooc",

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from constmem.data.catalogue import EVENT_KEYS, EVENT_SPLITS, KNOWN, DataSet, known
+from constmem.data.catalogue import EVENT_KEYS, EVENT_SPLITS, KNOWN, OWN_EVENTS, DataSet, known
 from constmem.files import write_bytes
 
 Array = npt.NDArray[Any]
@@ -144,6 +144,16 @@ def listing(data_dir: Folder = None) -> list[Listing]:
         DataSet(stem, (stem.removeprefix("events_"),), EVENT_KEYS, "event sequences", "") for stem in others
     ]
     return [_listed(entry, folder) for entry in (*known(), *own)]
+
+
+def hints(data_dir: Folder = None) -> list[str]:
+    """Where `listing` has looked and how to have it look elsewhere, and what to do with one's own events."""
+    folder = data_folder(data_dir)
+    there = "" if folder.is_dir() else ", which does not exist"
+    return [
+        f"Looked in {folder}{there}: --data-dir FOLDER, or else the variable CONSTMEM_DATA, names another",
+        OWN_EVENTS,
+    ]
 
 
 def _listed(entry: DataSet, folder: Path) -> Listing:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from constmem.neural_processes.base import ConditioningError, NeuralProcess
+from constmem.neural_processes.base import NeuralProcess
 from constmem.neural_processes.bootstrap import BANP, BNP
 from constmem.neural_processes.cmanp import CMANP
 from constmem.neural_processes.cnp import CANP, CNP
@@ -12,6 +12,7 @@ from constmem.neural_processes.lbanp import LBANP
 from constmem.neural_processes.scales import Scales
 from constmem.neural_processes.states import State
 from constmem.neural_processes.stored import StoredPoints
+from constmem.neural_processes.streamed import ConditioningError
 from constmem.neural_processes.tnp import TNPD
 
 MODELS: dict[str, type[NeuralProcess[Any, Any]]] = {

@@ -8,7 +8,7 @@ Conditioning in chunks, streaming updates, queries and the training loss follow,
 from abc import abstractmethod
 from collections.abc import Iterable
 from functools import reduce
-from typing import Any, ClassVar, Generic
+from typing import Any, Generic
 
 import torch
 from jaxtyping import Float
@@ -29,30 +29,18 @@ from constmem.neural_processes.chunks import (
     numbered,
     slices,
 )
-from constmem.neural_processes.model import PointModel
-from constmem.neural_processes.states import State
-from constmem.state import AttentionState
+from constmem.neural_processes.model import PointModel, S
+from constmem.neural_processes.streamed import streamed
 
-S = TypeVar("S", bound=State, default=AttentionState)
 M = TypeVar("M", bound=Tensor | tuple[Any, ...], default=Tensor)
 
 
-class ConditioningError(RuntimeError):
-    """Conditioning on a stream of chunks broke off; `state` holds all that came before."""
-
-    def __init__(self, message: str, state: State) -> None:
-        super().__init__(message)
-        self.state = state
-
-
-class NeuralProcess(PointModel, Generic[S, M]):
+class NeuralProcess(PointModel[S], Generic[S, M]):
     """A model that conditions on points, is updated with more of them, and predicts elsewhere.
 
     S is the type of its states, M of what `read` makes of one: a tensor with the batch in front, or a
     tuple that begins with such a tensor.
     """
-
-    state_type: ClassVar[type[State]] = AttentionState
 
     # What a model implements
 
@@ -73,11 +61,6 @@ class NeuralProcess(PointModel, Generic[S, M]):
         self, memory: M, xt: Float[Tensor, "b m x"]
     ) -> tuple[Float[Tensor, "b m *k y"], Float[Tensor, "b m *k y"]]:
         """Mean and standard deviation at a few targets (for each of k samples, where there are any)."""
-
-    @property
-    @abstractmethod
-    def layout(self) -> tuple[int, ...]:
-        """What the states of this model have in common: `state.layout`."""
 
     # What a model may do otherwise
 
@@ -169,23 +152,7 @@ class NeuralProcess(PointModel, Generic[S, M]):
                 raise nothing()
             state = self._condition(kept) if kept else self.empty(1 if initial is None else initial.batch)
             return state if initial is None else initial.merge(state)
-        state_so_far = initial
-        try:
-            for chunk in seen:
-                part = self._signed(self._observe(*chunk, None))
-                state_so_far = part if state_so_far is None else state_so_far.merge(part)
-        except Exception as error:
-            if state_so_far is None:
-                raise
-            points = state_so_far.count.tolist()
-            raise ConditioningError(
-                f"conditioning broke off after {points} points: {error}; "
-                "what was seen so far is this error's .state, to go on from with initial=",
-                state_so_far,
-            ) from error
-        if state_so_far is None:
-            raise nothing()
-        return state_so_far
+        return streamed((self._signed(self._observe(*chunk, None)) for chunk in seen), initial)
 
     def update(
         self,
@@ -300,30 +267,3 @@ class NeuralProcess(PointModel, Generic[S, M]):
     def _merged(self, chunks: Iterable[Chunk]) -> S:
         parts = (self._observe(*chunk, None) for chunk in chunks)
         return reduce(lambda state, part: state.merge(part), parts)
-
-    def _signed(self, state: S) -> S:
-        """Name the weights that made a state, unless they are being trained."""
-        if torch.compiler.is_compiling() or self._learns():
-            return state
-        return state.signed(self.fingerprint())
-
-    def _require_own(self, state: S) -> None:
-        """Refuse a state that other weights, another shape of model or another device made."""
-        if not isinstance(state, self.state_type):
-            raise TypeError(f"expected a state of {type(self).__name__}, not {type(state).__name__}")
-        if state.layout != self.layout:
-            raise ValueError(
-                f"this state is of another model: it has {state.AXES} "
-                f"{tuple(state.layout)}, this model {self.layout}"
-            )
-        if state.device != (device := self.device):
-            raise ValueError(
-                f"the state is on {state.device}, the model on {device}: use state.to({str(device)!r})"
-            )
-        if torch.compiler.is_compiling() or state.fingerprint is None:
-            return
-        if not self._learns() and state.fingerprint != self.fingerprint():
-            raise ValueError(
-                f"this state was made by other weights (fingerprint {state.fingerprint}, this model "
-                f"{self.fingerprint()}): condition again with this model"
-            )

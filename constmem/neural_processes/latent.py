@@ -19,9 +19,10 @@ from constmem.checks import positive
 from constmem.fold import Chunk
 from constmem.heads import AnyStd, SampleMixture, logmeanexp, normal
 from constmem.memory import Needs
-from constmem.neural_processes.base import NeuralProcess, S
+from constmem.neural_processes.base import NeuralProcess
 from constmem.neural_processes.chunks import joined, slices
 from constmem.neural_processes.encoders import AttentiveEncoder, Keyed, PointDecoder, PoolingPair
+from constmem.neural_processes.model import S
 from constmem.neural_processes.stored import StoredPoints, StoringProcess
 from constmem.state import AttentionState
 

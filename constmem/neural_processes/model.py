@@ -1,22 +1,29 @@
-"""What any neural process is before it sees data: its channels, its units, what they cost, and checks."""
+"""What any neural process is before it sees data: channels, units, costs, and which states are its own."""
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Generic
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from constmem import checks, memory
 from constmem.fold import Chunk
 from constmem.model import Model
 from constmem.neural_processes.chunks import slices
 from constmem.neural_processes.scales import Scales
+from constmem.neural_processes.states import State
+from constmem.state import AttentionState
 
+S = TypeVar("S", bound=State, default=AttentionState)
 _UNITS = "scales."
 
 
-class PointModel(Model):
-    """A model of points with `dim_x` channels in and `dim_y` out."""
+class PointModel(Model, Generic[S]):
+    """A model of points with `dim_x` channels in and `dim_y` out, that remembers them in states of type S."""
+
+    state_type: ClassVar[type[State]] = AttentionState
 
     def __init__(self, *, dim_x: int, dim_y: int, config: dict[str, Any]) -> None:
         super().__init__(config=config)
@@ -31,6 +38,11 @@ class PointModel(Model):
         from constmem.neural_processes import MODELS  # which is made of this class
 
         return MODELS
+
+    @property
+    @abstractmethod
+    def layout(self) -> tuple[int, ...]:
+        """What the states of this model have in common: `state.layout`."""
 
     def set_scales(self, scales: Scales | None) -> None:
         """Let the model take and predict data in these units, of which it sees standardised values.
@@ -105,3 +117,30 @@ class PointModel(Model):
                 here = None if mask is None else mask[:, i : i + chunk]
                 checks.finite("x", x[:, i : i + chunk], here, first=i)
                 checks.finite("y", y[:, i : i + chunk], here, first=i)
+
+    def _signed(self, state: S) -> S:
+        """Name the weights that made a state, unless they are being trained."""
+        if torch.compiler.is_compiling() or self._learns():
+            return state
+        return state.signed(self.fingerprint())
+
+    def _require_own(self, state: S) -> None:
+        """Refuse a state that other weights, another shape of model or another device made."""
+        if not isinstance(state, self.state_type):
+            raise TypeError(f"expected a state of {type(self).__name__}, not {type(state).__name__}")
+        if state.layout != self.layout:
+            raise ValueError(
+                f"this state is of another model: it has {state.AXES} "
+                f"{tuple(state.layout)}, this model {self.layout}"
+            )
+        if state.device != (device := self.device):
+            raise ValueError(
+                f"the state is on {state.device}, the model on {device}: use state.to({str(device)!r})"
+            )
+        if torch.compiler.is_compiling() or state.fingerprint is None:
+            return
+        if not self._learns() and state.fingerprint != self.fingerprint():
+            raise ValueError(
+                f"this state was made by other weights (fingerprint {state.fingerprint}, this model "
+                f"{self.fingerprint()}): condition again with this model"
+            )
