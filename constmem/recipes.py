@@ -77,10 +77,10 @@ DATASETS: dict[str, tuple[int, int, int, int, int]] = {
 # data set of events -> (marks, steps, sequences a batch)
 EVENTS: dict[str, tuple[int, int, int]] = {
     "taxi": (10, 2000, 64),
-    "mooc": (97, 6000, 64),
-    "reddit": (50, 4000, 64),
-    "wiki": (8227, 2000, 16),
-    "taobao": (17, 2000, 64),
+    "mooc": (97, 2500, 64),
+    "reddit": (50, 1500, 64),
+    "wiki": (8227, 1000, 16),
+    "taobao": (17, 1000, 64),
     "hawkes1": (1, 3000, 64),
     "hawkes2": (1, 3000, 64),
 }
