@@ -88,11 +88,11 @@ def condition() -> str:
 def phases() -> str:
     """Updates, reads, queries, small batches and training."""
     lines = [
-        [f"update by one point, {row['streams']:,} streams", row["how"], _ms(row), _times(row)]
+        [f"update by one point, {_counted(row['streams'], 'stream')}", row["how"], _ms(row), _times(row)]
         for row in of("update")
     ]
     for row in of("read"):
-        what = f"{row['what']}, {row['targets']:,} targets" if "targets" in row else row["what"]
+        what = f"{row['what']}, {_counted(row['targets'], 'target')}" if "targets" in row else row["what"]
         lines.append([what, row["how"], _ms(row), _times(row)])
     lines += [[row["what"], row["how"], _ms(row), ""] for row in of("small")]
     for row in of("training"):
@@ -101,6 +101,23 @@ def phases() -> str:
     for row in content("training_step")["rows"]:
         lines.append(["training step of 100 tasks", row["what"], _ms(row), f"{row['times_faster']:g}x"])
     return table(("", "", "ms", "literal"), lines)
+
+
+def whole_layers() -> str:
+    """Forward and backward of layers as one operator each, and of PyTorch's operators."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in content("layers")["rows"]:
+        layer, _, what = row["what"].partition(": ")
+        found.setdefault(layer, {})[what] = row
+    lines = []
+    for layer, by in found.items():
+        if not {"errors", "whole", "operators, eager"} <= by.keys():
+            continue
+        times = [by[how]["microseconds"] for how in ("whole", "operators, eager")]
+        errors = [by["errors"][how]["gradient"] for how in ("whole", "operators")]
+        lines.append([layer, *(f"{t:g}" for t in times), f"{times[1] / times[0]:.1f}x", *errors])
+    heads = "layer", "whole, us", "operators, us", "", "error of the worst gradient, whole", "operators"
+    return table(heads, lines)
 
 
 def bench() -> str:
@@ -113,6 +130,10 @@ def bench() -> str:
     return table(("", "against", "size", "", "ms", "times as fast as"), lines)
 
 
+def _counted(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
 def _ms(row: dict[str, Any]) -> str:
     return f"{row['milliseconds']:,.3g}" if row["milliseconds"] < 100 else f"{row['milliseconds']:,.0f}"
 
@@ -123,5 +144,5 @@ def _times(row: dict[str, Any]) -> str:
 
 TABLES = {
     "rounding": rounding, "gpu errors": errors, "gpu ceilings": ceilings, "gpu conditioning": condition,
-    "gpu phases": phases, "bench": bench,
+    "gpu phases": phases, "whole layers": whole_layers, "bench": bench,
 }  # fmt: skip

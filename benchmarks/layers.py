@@ -1,6 +1,6 @@
 """Whole layers as operators of our own on a GPU, against PyTorch's operators, eager and compiled.
 
-    python benchmarks/layers.py     # needs a GPU, a minute and a half; prints rows as they come
+    python benchmarks/layers.py     # needs a GPU, a minute and a half; writes results/layers.json
 
 Sizes are those of CMANP on images: batch 192, 197 context and 200 target points, 128 slots and latents of 64
 channels, 4 heads. Errors are relative to the largest number of a float64 layer's; times are of forward and
@@ -17,11 +17,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+from record import save
 from torch import Tensor, nn
 from training_step import milliseconds, our_step
 
 from constmem import CMANP
 from constmem.attention import CrossAttention, FeedForward, SelfAttention
+from constmem.bench.record import provenance
 from constmem.data import Task
 from constmem.kernels import layers
 
@@ -43,15 +45,16 @@ def only(whole: bool) -> Iterator[None]:
         yield
 
 
-def report(what: str, work: Callable[[], dict[str, Any]]) -> None:
-    """Print what came of it, be it an error."""
+def report(what: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What came of it, be it an error; printed too."""
     start = time.perf_counter()
     try:
         found = work()
     except Exception as error:  # the next measurement may do better
         found = {"failed": f"{type(error).__name__}: {error}"[:300]}
-    seconds = round(time.perf_counter() - start, 1)
-    print({"what": what} | found | {"seconds": seconds}, flush=True)
+    row = {"what": what} | found | {"seconds": round(time.perf_counter() - start, 1)}
+    print(row, flush=True)
+    return row
 
 
 def given(name: str) -> tuple[nn.Module, list[Tensor], Tensor]:
@@ -135,9 +138,9 @@ def main() -> None:
         (f"{name}: operators, compiled", lambda name=name: captured(name, whole=False, compiled=True))
         for name in LAYERS
     ]
-    for what, measure in work:
-        if time.perf_counter() < limit:
-            report(what, measure)
+    rows = [report(what, measure) for what, measure in work if time.perf_counter() < limit]
+    data = f"random tokens, batch {BATCH}, seed 0"
+    save("layers", rows, **(provenance(0, data, torch.device("cuda"))))
 
 
 if __name__ == "__main__":
