@@ -214,20 +214,23 @@ def test_one_sum_tells_whether_all_numbers_are_finite(bad: float) -> None:
 class Replay:
     """In place of a CUDA graph: does the work again with what lies in its input."""
 
-    def __init__(self, work: Any, given: Tensor, result: Tensor) -> None:
+    def __init__(self, work: Any, given: tuple[Tensor, ...], result: Any) -> None:
         self.work, self.given, self.result = work, given, result
 
     def replay(self) -> None:
-        self.result.copy_(self.work(self.given))
+        found = self.work(*self.given)
+        both = ((self.result, found),) if isinstance(found, Tensor) else zip(self.result, found, strict=True)
+        for here, new in both:
+            here.copy_(new)
 
 
 @pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The inputs of graphs captured so far."""
-    made: list[Tensor] = []
+    made: list[Any] = []
 
-    def capture(work: Any, given: Tensor, weights: list[Tensor]) -> Any:
-        given, result = given.clone(), work(given)
+    def capture(work: Any, given: tuple[Tensor, ...], weights: list[Tensor]) -> Any:
+        given, result = tuple(t.clone() for t in given), work(*given)
         made.append(given)
         return graphs._Captured(Replay(work, given, result), given, result, weights)  # type: ignore[arg-type]
 
@@ -237,7 +240,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 @torch.no_grad()
-def test_a_read_that_comes_again_is_captured_once_and_gives_fresh_tensors(captures: list[Tensor]) -> None:
+def test_a_read_that_comes_again_is_captured_once_and_gives_fresh_tensors(captures: list[Any]) -> None:
     model = CMANP(dim_x=1, dim_y=1, **SMALL).eval()
     values = [torch.randn(1, *model.layout).double() for _ in range(2)]
     expected = [model._read(value) for value in values]
@@ -249,7 +252,23 @@ def test_a_read_that_comes_again_is_captured_once_and_gives_fresh_tensors(captur
 
 
 @torch.no_grad()
-def test_weights_trained_in_place_are_seen_and_replaced_ones_captured_anew(captures: list[Tensor]) -> None:
+def test_queries_of_as_many_targets_are_captured_once(captures: list[Any]) -> None:
+    model = CMANP(dim_x=1, dim_y=1, **SMALL).eval()
+    memories = [torch.randn(1, 1, 4, 16) for _ in range(2)]
+    targets = [torch.randn(1, 3, 1) for _ in range(2)]
+    expected = [model._decode(memory, xt) for memory, xt in zip(memories, targets, strict=True)]
+    for _ in range(4):
+        found = [model.decode(memory, xt) for memory, xt in zip(memories, targets, strict=True)]
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one[0], other[0])
+            assert torch.equal(one[1], other[1])
+    assert len(captures) == 1
+    model.decode(memories[0], torch.randn(1, 5, 1))  # of another number it is not, as yet
+    assert len(captures) == 1
+
+
+@torch.no_grad()
+def test_weights_trained_in_place_are_seen_and_replaced_ones_captured_anew(captures: list[Any]) -> None:
     model = CMANP(dim_x=1, dim_y=1, **SMALL).eval()
     value = torch.randn(1, *model.layout).double()
     run = lambda: model._graphs.run(model, model._read, value)  # noqa: E731
@@ -284,7 +303,7 @@ def test_a_capture_that_fails_is_told_once_and_leaves_the_kernels_alone(
     assert gpu._failures == []
 
 
-def test_nothing_is_captured_while_learning(captures: list[Tensor]) -> None:
+def test_nothing_is_captured_while_learning(captures: list[Any]) -> None:
     model = CMANP(dim_x=1, dim_y=1, **SMALL)
     value = torch.randn(1, *model.layout).double()
     for _ in range(5):
@@ -309,6 +328,8 @@ def test_a_gpu_observes_updates_and_reads_as_float64_does(precision: str, tolera
         assert float((state.value - expected.value).abs().max()) < tolerance * size
         read = [model.read(state) for _ in range(5)]
         assert all(torch.equal(r, read[-1]) for r in read[3:])
+        means = [model.predict(read[0], x[:, :7]).mean for _ in range(5)]
+        torch.testing.assert_close(means[0], means[-1], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(read[0], read[-1], atol=1e-4, rtol=1e-4)
     finally:
         torch.set_float32_matmul_precision("highest")

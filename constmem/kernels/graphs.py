@@ -6,7 +6,7 @@ written to again.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,15 @@ REMEMBERED = 64  # kinds of calls that are counted
 _failures: list[str] = []
 
 
+Result = TypeVar("Result", Tensor, tuple[Tensor, Tensor])
+
+
 class _Captured(NamedTuple):
     """A graph, what it reads and what it writes; weights are held so that they stay where they are."""
 
     graph: torch.cuda.CUDAGraph
-    given: Tensor
-    result: Tensor
+    given: tuple[Tensor, ...]
+    result: Any
     weights: list[Tensor]
 
 
@@ -42,51 +45,53 @@ class Graphs:
     def __reduce__(self) -> tuple[type["Graphs"], tuple[()]]:
         return Graphs, ()
 
-    def run(self, module: nn.Module, work: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
-        """work(given), which depends on nothing but `given` and the weights of `module`."""
-        if torch.is_grad_enabled() or given.numel() > LARGEST or _failures or not gpu.usable(given.device):
-            return work(given)
+    def run(self, module: nn.Module, work: Callable[..., Result], *given: Tensor) -> Result:
+        """work(*given), which depends on nothing but `given` and the weights of `module`."""
+        numbers = sum(t.numel() for t in given)
+        if torch.is_grad_enabled() or numbers > LARGEST or _failures or not gpu.usable(given[0].device):
+            return work(*given)
         weights = list(_weights(module))
         settings = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         precision = torch.get_float32_matmul_precision(), torch.is_inference_mode_enabled()
-        key = (
-            given.shape,
-            given.dtype,
-            given.device,
-            settings,
-            precision,
-            tuple(w.data_ptr() for w in weights),
-        )
+        kinds = tuple((t.shape, t.dtype, t.device) for t in given)
+        key = work.__name__, kinds, settings, precision, tuple(w.data_ptr() for w in weights)
         if key not in self._captured:
             if len(self._calls) >= REMEMBERED:
                 self._calls.clear()
             self._calls[key] = self._calls.get(key, 0) + 1
             if self._calls[key] <= PATIENCE:
-                return work(given)
+                return work(*given)
             if len(self._captured) >= KEPT:
                 self._captured.clear()
             found = gpu.attempt(lambda: _capture(work, given, weights), _failures)
             if found is None:
-                return work(given)
+                return work(*given)
             self._calls.clear()
             self._captured[key] = found
         held = self._captured[key]
-        held.given.copy_(given)
+        for here, new in zip(held.given, given, strict=True):
+            here.copy_(new)
         held.graph.replay()
-        return held.result.clone()
+        copied: Result = _copied(held.result)
+        return copied
 
 
-def _capture(work: Callable[[Tensor], Tensor], given: Tensor, weights: list[Tensor]) -> _Captured:
-    given = given.clone()
-    with torch.cuda.device(given.device):
+def _copied(result: Any) -> Any:
+    """A tensor, or several, in memory of their own."""
+    return result.clone() if isinstance(result, Tensor) else tuple(t.clone() for t in result)
+
+
+def _capture(work: Callable[..., Any], given: tuple[Tensor, ...], weights: list[Tensor]) -> _Captured:
+    given = tuple(t.clone() for t in given)
+    with torch.cuda.device(given[0].device):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            work(given)  # what libraries allocate once, they allocate now
+            work(*given)  # what libraries allocate once, they allocate now
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            result = work(given)
+            result = work(*given)
     return _Captured(graph, given, result, weights)
 
 

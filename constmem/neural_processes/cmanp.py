@@ -132,6 +132,9 @@ class CMANP(NeuralProcess):
     def decode(
         self, memory: Float[Tensor, "b depth l d"], xt: Float[Tensor, "b m x"]
     ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
+        return self._graphs.run(self, self._decode, memory, xt)
+
+    def _decode(self, memory: Tensor, xt: Tensor) -> tuple[Tensor, Tensor]:
         tokens = self.embed_target(xt.to(memory.dtype))
         mean, std = self.head(decode_levels(tokens, memory.unbind(1), self.cross, self.feed))
         return mean, std
