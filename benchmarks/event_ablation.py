@@ -29,6 +29,7 @@ from constmem.results import evaluate_run
 from constmem.train import Run, train
 
 OPTIONS: dict[str, tuple[str, Any]] = {  # option -> (keyword of CMHP, its value there)
+    "no_absolute_time": ("absolute_time", False),
     "last_event": ("last_event", True),
     "recency": ("recency", True),
     "mass": ("mass", True),

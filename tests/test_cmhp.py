@@ -27,10 +27,11 @@ def naive(model: CMHP, events: Events) -> Tensor:
     """What is known after each event of one sequence, from a plain softmax over all events so far."""
     clock = (events.times[0] - events.t_start[0]) * torch.exp(-model.log_gap_mean)
     tokens = model.marks(events.marks[0])
-    d = tokens.shape[-1]
-    angle = clock[:, None] * 1e4 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
-    tokens[:, 0::2] = tokens[:, 0::2] + angle.sin()
-    tokens[:, 1::2] = tokens[:, 1::2] + angle.cos()
+    if model.absolute_time:
+        d = tokens.shape[-1]
+        angle = clock[:, None] * 1e4 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+        tokens[:, 0::2] = tokens[:, 0::2] + angle.sin()
+        tokens[:, 1::2] = tokens[:, 1::2] + angle.cos()
     gaps = events.gaps[0]
     z = ((gaps.clamp_min(model.tick).log() - model.log_gap_mean) / model.log_gap_std).where(
         gaps > 0, torch.nan
@@ -66,9 +67,15 @@ def naive(model: CMHP, events: Events) -> Tensor:
     return torch.stack(known)
 
 
-@pytest.mark.parametrize("off", [(), OPTIONS, *((name,) for name in OPTIONS)])
-def test_all_prefixes_in_one_pass_equal_a_naive_softmax_in_value_and_gradient(off: tuple[str, ...]) -> None:
-    model, events = small("cmhp", **dict.fromkeys(off, False)), stream(37)
+CHANGES: list[dict[str, bool]] = [{}, dict.fromkeys(OPTIONS, False), {"absolute_time": True}]
+CHANGES += [{name: False} for name in OPTIONS]
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_all_prefixes_in_one_pass_equal_a_naive_softmax_in_value_and_gradient(
+    changes: dict[str, bool],
+) -> None:
+    model, events = small("cmhp", **changes), stream(37)
     chunk_of = next(iter_chunks(model, events))
     before, _ = model._scan(model.empty(events.t_start), chunk_of, events.mask)
     known = torch.cat([before[:, 1:], model._read(model.condition(events))[:, None]], 1)
@@ -95,6 +102,18 @@ def test_every_option_matters(option: str) -> None:
     with torch.no_grad():
         a, b = with_.log_prob(stream(12)), without.log_prob(stream(12))
     assert not torch.allclose(a.mark if option == "mark_given_gap" else a.time, b.mark + b.time)
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_only_by_absolute_time_does_it_matter_when_the_watch_began(absolute: bool) -> None:
+    model = small("cmhp", absolute_time=absolute, gap_tokens=False)
+    times, marks = [[5.0, 6.0, 6.5, 9.0]], [[0, 1, 2, 0]]
+    found = []
+    for start in (5.0, 1.0):
+        events = Events.from_arrival_times(times, marks=marks, t_start=start, unit="hour", num_marks=MARKS)
+        with torch.no_grad():
+            found.append(model.log_prob(events).time[:, 2:])  # the first gap is the second event's last
+    assert torch.allclose(*found) != absolute
 
 
 def test_the_faithful_model_sees_a_set_and_the_options_see_an_order() -> None:

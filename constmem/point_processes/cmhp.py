@@ -1,8 +1,9 @@
 """Constant Memory Hawkes Process: stacked CMABs over events, in a state that never grows.
 
 All blocks look at the events themselves through fixed queries, so what a prefix leaves behind is one
-`AttentionState`. A plain CMAB sees a set: order enters only through the encoding of absolute time, and
-nothing marks the last event. Four options mend that, each with exact updates in constant time:
+`AttentionState`. A plain CMAB sees a set: order enters only through the encoding of absolute time
+(`absolute_time`, which also lets a model learn its sequences by heart), and nothing marks the last event.
+Four options mend that, each with exact updates in constant time:
 
     last_event     the last mark and log gap stand beside the latents
     recency        exp(rate t) weighs events: the score of event j is q k_j + rate t_j, and the running
@@ -43,7 +44,9 @@ class CMHP(PointProcess[ConstantState]):
         hidden: width inside feed-forward layers and heads.
         components: log-normals of the mixture over the gap.
         embed_depth: layers of the MLP on an event's token; 0: the sum of its parts is the token.
-        gap_tokens: a token holds the log gap before its event, beside mark and time.
+        absolute_time: a token holds the time since the start, as the paper's do; by it sequences are learned
+            by heart. Without, a model knows times only by how long ago they were.
+        gap_tokens: a token holds the log gap before its event.
         last_event, recency, mass, relative_time: see the module; all off is the paper's model.
         mark_given_gap: the mark is predicted from the gap too.
         dropout: of what is known, before the heads, while training.
@@ -78,6 +81,7 @@ class CMHP(PointProcess[ConstantState]):
         hidden: int = 64,
         components: int = 16,
         embed_depth: int = 2,
+        absolute_time: bool = False,
         gap_tokens: bool = True,
         last_event: bool = True,
         recency: bool = True,
@@ -107,7 +111,7 @@ class CMHP(PointProcess[ConstantState]):
         self.log_rates = nn.Parameter(_spread(self.stack)) if recency else None
         self.mass = keep_variance(nn.Linear(self.log_masses, dim)) if mass else None
         self.norm = nn.LayerNorm(dim)
-        self.relative_time = relative_time
+        self.relative_time, self.absolute_time = relative_time, absolute_time
 
     @property
     def log_masses(self) -> int:
@@ -163,9 +167,10 @@ class CMHP(PointProcess[ConstantState]):
     # Inside
 
     def _tokens(self, chunk: Chunk, clock: Float64[Tensor, "b t"]) -> Float[Tensor, "b t d"]:
-        """Mark, time since the start and (`gap_tokens`) log gap of each event, in one vector."""
-        marks: Tensor = self.marks(chunk.marks)
-        tokens = marks + sinusoids(clock, marks.shape[-1]).to(marks.dtype)
+        """Mark, time since the start and log gap of each event, as far as asked for, in one vector."""
+        tokens: Tensor = self.marks(chunk.marks)
+        if self.absolute_time:
+            tokens = tokens + sinusoids(clock, tokens.shape[-1]).to(tokens.dtype)
         if self.gaps is not None:
             tokens = tokens + self.gaps(self._standard(chunk.gaps))
         return tokens if self.embed is None else self.embed(tokens)
