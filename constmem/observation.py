@@ -209,12 +209,13 @@ class Observation(nn.Module):
         """How machine code observes such data, where there is any, all is float32 and on the CPU."""
         if data.dtype != torch.float32 or data.device.type != "cpu":
             return None
-        if torch.is_autocast_enabled("cpu") or not native.usable():
+        if not native.usable():
             return None
         key = tuple((t.data_ptr(), t.is_contiguous(), t.dtype) for layer in layers for t in layer)
         if key not in memory.plans:
             memory.plans.clear()
-            memory.plans[key] = _plan_of(memory.prepared, layers)
+            with torch.autocast("cpu", enabled=False):  # which operands are rounded, machine code decides
+                memory.plans[key] = _plan_of(self._prepare(), layers)
         plan: native.Plan | None = memory.plans[key]
         return plan
 
