@@ -4,9 +4,10 @@
 // size of the data is ever written. Here: which worker sees which tiles, and how what they saw is joined.
 
 #include <mutex>
-#include <thread>
 
 #include "native_merge.h"
+#include "native_one.h"
+#include "native_threads.h"
 #include "native_tile.h"
 
 constexpr int TILES = 4;  // tiles a head sees before the next head's turn
@@ -90,19 +91,6 @@ static void finish(const Plan& p, const Partial* parts, long count, bool coarse,
         }
 }
 
-// Work on pieces 0 to count in several threads. Which thread has which is fixed, so that sums come out the
-// same every time.
-template <class Work>
-static void in_threads(long count, long threads, Work work) {
-    const auto run = [&](long worker) {
-        for (long i = count * worker / threads; i < count * (worker + 1) / threads; i++) work(i, worker);
-    };
-    std::vector<std::thread> started;
-    for (long i = 1; i < threads; i++) started.emplace_back(run, i);
-    run(0);
-    for (auto& thread : started) thread.join();
-}
-
 template <class How>
 static void observe_as(const Plan& p, long tasks, long points, const float* data, const float* log_weight, long threads, double* value, double* lse) {
     const long in = p.widths[0], states = p.heads * p.slots, piece = TILES * TILE;
@@ -130,15 +118,6 @@ static void observe_as(const Plan& p, long tasks, long points, const float* data
     });
 }
 
-// out = start + (sum over k of a[k] b[k, :]) for a row of `channels` numbers.
-static inline void row_by(const float* a, const float* b, long k, const float* start, float* out, long channels) {
-    for (long c = 0; c < channels; c += LANES) {
-        Vec sums[1][1] = {};
-        multiply<1, 1>(a, 0, 1, b + c, channels, k, sums);
-        store(out + c, load(start + c) + sums[0][0]);
-    }
-}
-
 extern "C" {
 
 // Whether products of bfloat16 were compiled in, and this machine has them.
@@ -161,36 +140,14 @@ void observe(const Plan* plan, int64_t tasks, int64_t points, const float* data,
 }
 
 // The state of one point for each task: its values (tasks, heads, channels) are every slot's.
-void observe_one(const Plan* plan, int64_t tasks, const float* data, double* value, double* lse) {
+void observe_one(const Plan* plan, int64_t tasks, const float* data, int64_t threads, double* value, double* lse) {
     const Plan& p = *plan;
-    const long in = p.widths[0], width = p.widths[p.layers], c = p.channels;
-    const long padded = (p.slots + WHOLE - 1) / WHOLE * WHOLE;
-    const std::vector<float> nothing(padded);
-    std::vector<float> now, out, keys(c), values(c), scores(padded);
-    for (long task = 0; task < tasks; task++) {
-        now.assign(data + task * in, data + (task + 1) * in);
-        for (long l = 0; l < p.layers; l++) {
-            out.resize(p.widths[l + 1]);
-            for (long r = 0; r < p.widths[l + 1]; r++) {
-                const float x = dot(p.weight[l] + r * p.widths[l], now.data(), p.widths[l]) + p.bias[l][r];
-                out[r] = l + 1 < p.layers ? std::max(x, 0.0f) : x;
-            }
-            now.swap(out);
-        }
-        float mean = 0, square = 0;
-        for (float x : now) mean += x / width;
-        for (float x : now) square += (x - mean) * (x - mean) / width;
-        const float scale = 1.0f / std::sqrt(square + 1e-5f);
-        for (float& x : now) x = (x - mean) * scale;
-        for (long head = 0; head < p.heads; head++) {
-            row_by(now.data(), p.key + head * width * c, width, p.key_shift + head * c, keys.data(), c);
-            row_by(now.data(), p.value + head * width * c, width, p.value_shift + head * c, values.data(), c);
-            row_by(keys.data(), p.queries + head * c * padded, c, nothing.data(), scores.data(), padded);
-            const long at = task * p.heads + head;
-            for (long i = 0; i < c; i++) value[at * c + i] = values[i];
-            for (long i = 0; i < p.slots; i++) lse[at * p.slots + i] = scores[i] * LN2;
-        }
-    }
+    const long states = p.heads * p.slots;
+    threads = threads_for(tasks * states * 4, threads);
+    std::vector<Single> singles(threads, Single(p));
+    in_threads(tasks, threads, [&](long task, long worker) {
+        singles[worker].see(data + task * p.widths[0], value + task * p.heads * p.channels, lse + task * states);
+    });
 }
 
 // Adds up every `step`-th word of each piece of memory: tells whether weights were written to.
@@ -204,16 +161,35 @@ uint64_t sum_of_bits(int64_t pieces, const uint32_t* const* piece, const int64_t
     return sum;
 }
 
+// The union of two sets of points, by `merge_states`.
+void merge(int64_t states, int64_t channels, const double* value, const double* lse, const double* other, int64_t shared,
+           const double* other_lse, int64_t threads, double* merged, double* merged_lse) {
+    const long pieces = states / shared;
+    threads = std::min<long>(threads_for(states * channels, threads), std::max<long>(1, pieces));
+    const bool past = expect(merged, states * channels) && channels % 8 == 0;
+    in_threads(threads, threads, [&](long worker, long) {
+        const long from = pieces * worker / threads, at = from * shared;
+        const long count = pieces * (worker + 1) / threads * shared - at;
+        merge_states(count, channels, value + at * channels, lse + at, other + from * channels, shared,
+                     other_lse + at, past, merged + at * channels, merged_lse + at);
+    });
+}
+
 // Each task's state with one point more: `observe_one` and `merge` without anything between them.
-void update(const Plan* plan, int64_t tasks, const float* data, const double* value, const double* lse,
+void update(const Plan* plan, int64_t tasks, const float* data, const double* value, const double* lse, int64_t threads,
             double* merged, double* merged_lse) {
     const Plan& p = *plan;
     const long states = p.heads * p.slots, numbers = states * p.channels;
-    std::vector<double> new_value(p.heads * p.channels), new_lse(states);
-    for (long task = 0; task < tasks; task++) {
-        observe_one(plan, 1, data + task * p.widths[0], new_value.data(), new_lse.data());
-        merge(states, p.channels, value + task * numbers, lse + task * states, new_value.data(), p.slots,
-              new_lse.data(), merged + task * numbers, merged_lse + task * states);
-    }
+    threads = std::min<long>(threads_for(tasks * numbers, threads), std::max<long>(1, tasks));
+    const bool past = expect(merged, tasks * numbers) && p.channels % 8 == 0;
+    in_threads(threads, threads, [&](long worker, long) {
+        Single single(p);
+        std::vector<double> new_value(p.heads * p.channels), new_lse(states);
+        for (long task = tasks * worker / threads; task < tasks * (worker + 1) / threads; task++) {
+            single.see(data + task * p.widths[0], new_value.data(), new_lse.data());
+            merge_states(states, p.channels, value + task * numbers, lse + task * states, new_value.data(), p.slots,
+                         new_lse.data(), past, merged + task * numbers, merged_lse + task * states);
+        }
+    });
 }
 }

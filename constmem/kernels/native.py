@@ -127,7 +127,9 @@ def observe(
     lse = torch.empty(b, heads, slots, dtype=torch.float64)
     if n == 1 and bias is None:
         value = torch.empty(b, heads, 1, channels, dtype=torch.float64)
-        _require().observe_one(plan.pointer, b, data.data_ptr(), value.data_ptr(), lse.data_ptr())
+        _require().observe_one(
+            plan.pointer, b, data.data_ptr(), torch.get_num_threads(), value.data_ptr(), lse.data_ptr()
+        )
         return value[..., : plan.weights.channels].expand(-1, -1, slots, -1), lse
     value = torch.empty(b, heads, slots, channels, dtype=torch.float64)
     bias = None if bias is None else bias.float().contiguous()
@@ -153,7 +155,8 @@ def merge(
     merged, merged_lse = torch.empty_like(value), torch.empty_like(lse)
     _require().merge(
         lse.numel(), value.shape[-1], value.data_ptr(), lse.data_ptr(), other_value.data_ptr(),
-        value.shape[-2] if shared else 1, other_lse.data_ptr(), merged.data_ptr(), merged_lse.data_ptr(),
+        value.shape[-2] if shared else 1, other_lse.data_ptr(), torch.get_num_threads(), merged.data_ptr(),
+        merged_lse.data_ptr(),
     )  # fmt: skip
     return merged, merged_lse
 
@@ -168,8 +171,8 @@ def update(
     data, value, lse = (t if t.is_contiguous() else t.contiguous() for t in (data, value, lse))
     merged, merged_lse = torch.empty_like(value), torch.empty_like(lse)
     _require().update(
-        plan.pointer, data.shape[0], data.data_ptr(), value.data_ptr(), lse.data_ptr(), merged.data_ptr(),
-        merged_lse.data_ptr(),
+        plan.pointer, data.shape[0], data.data_ptr(), value.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
+        merged.data_ptr(), merged_lse.data_ptr(),
     )  # fmt: skip
     return merged, merged_lse
 
@@ -245,9 +248,9 @@ def load(path: Path) -> ctypes.CDLL:
     """A library with its functions' types declared."""
     found = ctypes.CDLL(str(path))
     found.observe.argtypes = [_Pointer, _Number, _Number, *[_Pointer] * 2, *[_Number] * 2, *[_Pointer] * 2]
-    found.observe_one.argtypes = [_Pointer, _Number, _Pointer, _Pointer, _Pointer]
-    found.merge.argtypes = [_Number, _Number, *[_Pointer] * 3, _Number, *[_Pointer] * 3]
-    found.update.argtypes = [_Pointer, _Number, *[_Pointer] * 5]
+    found.observe_one.argtypes = [_Pointer, _Number, _Pointer, _Number, *[_Pointer] * 2]
+    found.merge.argtypes = [*[_Number] * 2, *[_Pointer] * 3, _Number, _Pointer, _Number, *[_Pointer] * 2]
+    found.update.argtypes = [_Pointer, _Number, *[_Pointer] * 3, _Number, *[_Pointer] * 2]
     for function in (found.observe, found.observe_one, found.merge, found.update):
         function.restype = None
     found.has_bfloat16.argtypes, found.has_bfloat16.restype = [], _Number

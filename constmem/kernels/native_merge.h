@@ -5,6 +5,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
 
 constexpr double LN2 = 0x1.62e42fefa39efp-1;
 
@@ -46,10 +49,19 @@ static inline void log_of_one_and(const Double (&e)[MANY], Double (&out)[MANY]) 
     for (int i = 0; i < MANY; i++) out[i] = 2.0 * s[i] * p[i];
 }
 
+// Past the caches where so much is written that they could not keep it anyway.
+static inline void write(double* out, Double numbers, bool past) {
+#if defined(__AVX512F__)
+    if (past) return _mm512_stream_pd(out, (__m512d)numbers);
+#endif
+    (void)past;
+    *(LooseDouble*)out = numbers;
+}
+
 // The union of two sets of points: the algebra's `merge`, for `states` slots of `channels` numbers each.
 // Of `other`, `shared` slots that follow one another have one value in common.
-extern "C" void merge(int64_t states, int64_t channels, const double* value, const double* lse, const double* other,
-           int64_t shared, const double* other_lse, double* merged, double* merged_lse) {
+static void merge_states(long states, long channels, const double* value, const double* lse, const double* other,
+                         long shared, const double* other_lse, bool past, double* merged, double* merged_lse) {
     constexpr int ROUND = 8 * MANY;
     const double* new_one = other;
     long left = shared;
@@ -79,7 +91,7 @@ extern "C" void merge(int64_t states, int64_t channels, const double* value, con
             long c = 0;
             for (; c + 8 <= channels; c += 8) {
                 const Double start = *(const LooseDouble*)(from + c), end = *(const LooseDouble*)(to + c);
-                *(LooseDouble*)(out + c) = start + (end - start) * part[i];
+                write(out + c, start + (end - start) * part[i], past);
             }
             for (; c < channels; c++) out[c] = from[c] + (to[c] - from[c]) * part[i];
             if (--left == 0) new_one += channels, left = shared;
