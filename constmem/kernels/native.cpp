@@ -61,12 +61,12 @@ static void see(const Plan& p, const float* data, const float* log_weight, long 
     }
 }
 
-// What the workers saw of one slot, joined.
+// What the workers saw of one slot, joined. Only the first channels were multiplied by rounded shares.
 static double join(const Plan& p, const Partial* parts, long count, long at, bool coarse, double* __restrict__ out) {
     const long c = p.channels, head = at / padded_slots(p);
     float m = UNSEEN;
     for (long i = 0; i < count; i++) m = std::max(m, parts[i].m[at]);
-    double all = 0, divisor = 0;
+    double all = 0, rounded = 0;
     std::fill(out, out + c, 0.0);
     for (long i = 0; i < count; i++) {
         const Partial& part = parts[i];
@@ -74,12 +74,12 @@ static double join(const Plan& p, const Partial* parts, long count, long at, boo
         const double scale = part.m[at] == m ? 1.0 : std::exp2(part.m[at] - m);
         const float* __restrict__ acc = &part.acc[at / LANES * c * LANES + at % LANES];
         all += scale * part.sum[at];
-        divisor += scale * (coarse ? part.rounded[at] : part.sum[at]);
+        rounded += scale * part.rounded[at];
         for (long k = 0; k < c; k++) out[k] += scale * acc[k * LANES];
     }
     if (!(all > 0)) return EMPTY;
-    const double inverse = 1 / divisor;
-    for (long k = 0; k < c; k++) out[k] = out[k] * inverse + p.value_shift[head * c + k];
+    const double first = 1 / (coarse ? rounded : all), others = 1 / all;
+    for (long k = 0; k < c; k++) out[k] = out[k] * (k < SUMS ? first : others) + p.value_shift[head * c + k];
     return (m + std::log2(all)) * LN2;
 }
 

@@ -92,6 +92,7 @@ static void normalise(float* tile, long width) {
 
 struct Scratch {
     Memory<float> first, second, tokens, keys, values, bias, shares;
+    Memory<Half> halves;
     Scratch(const Plan& p, int tiles) {
         const int64_t widest = *std::max_element(p.widths, p.widths + p.layers + 1);
         first.resize(widest * TILE);
@@ -99,6 +100,7 @@ struct Scratch {
         tokens.resize(tiles * p.widths[p.layers] * TILE);
         keys.resize(p.channels * TILE);
         values.resize(p.channels * TILE);
+        halves.resize(p.channels * TILE);
         bias.resize(tiles * TILE);
         shares.resize(LANES * TILE);
     }
@@ -120,13 +122,19 @@ static void embed(const Plan& p, const float* const* points, int count, Scratch&
     normalise(tokens, width);
 }
 
-// Shares multiply values as they are.
+struct Tile {  // what a head sees of some points
+    const float *keys, *values;  // (channels, points), values but for their shift
+    const Half* halves;          // values rounded, where they are wanted
+    const float* bias;           // (points)
+    int count;
+};
+
+// Shares multiply values as they are: sums[c] += sum over points of share * values[c, point].
 struct Exact {
     static constexpr bool COARSE = false;
-    typedef float Value;
-    static const Value* values(float* values, long) { return values; }
-    static inline void add(const Vec (&shares)[POINTS], const Value* values, Vec (&sums)[SUMS], Vec&) {
-#pragma GCC unroll 16
+    static void round(const float*, long, Half*) {}
+    static inline void add(const Vec (&shares)[POINTS], const float* values, const Half*, Vec, Vec (&sums)[SUMS], Vec&) {
+#pragma GCC unroll 4
         for (int t = 0; t < POINTS; t++)
 #pragma GCC unroll 16
             for (int c = 0; c < SUMS; c++) sums[c] += values[c * TILE + t] * shares[t];
@@ -137,13 +145,6 @@ struct Exact {
 #define HAS_BFLOAT16
 #include "native_bfloat16.h"
 #endif
-
-template <class Value>
-struct Tile {  // what a head sees of some points
-    const float *keys, *bias;  // (channels, points), (points)
-    const Value* values;       // (channels, points), but for their shift
-    int count;
-};
 
 struct Slots {  // a vector of them: their queries and their running softmax
     const float* queries;
@@ -165,50 +166,47 @@ static inline void scores(const Slots& s, const float* keys, const float* bias, 
 // larger. Shares wait for the scores of the points that follow before they meet their values: neither has to wait
 // for the exponentials of the other. Where there are more channels than registers, shares are written down.
 template <class How>
-static inline void see_slots(const Slots& s, const Tile<typename How::Value>& tile, long channels, float* shares) {
-    Vec m = load(s.m), sum{}, rounded{}, sums[SUMS] = {}, x[POINTS] = {};
-    const typename How::Value* values = tile.values;
-    for (int t = 0; t < tile.count; t += POINTS) {
+static inline void see_slots(const Slots& s, const Tile& tile, long channels, float* shares) {
+    Vec m = load(s.m), before = load(s.sum), sum{}, rounded{}, sums[SUMS] = {}, x[POINTS] = {};
+    int t = 0;
+    for (; t < tile.count; t += POINTS) {
         Vec next[POINTS];
         scores(s, tile.keys + t, tile.bias + t, channels, next);
-        if (t) How::add(x, values, sums, rounded);
-        values = tile.values + t;
+        if (t) How::add(x, tile.values + t - POINTS, tile.halves + t - POINTS, before + sum, sums, rounded);
         Vec top = next[0];
-#pragma GCC unroll 8
+#pragma GCC unroll 4
         for (int i = 1; i < POINTS; i++) top = larger(top, next[i]);
         if (__builtin_expect(any_above(top - m, ABOVE), 0)) {
             const Vec risen = top - m > ABOVE ? top : m, shrink = power_of_two(m - risen);
             m = risen;
-            sum *= shrink, rounded *= shrink;
+            before *= shrink, sum *= shrink, rounded *= shrink;
 #pragma GCC unroll 16
             for (int c = 0; c < SUMS; c++) sums[c] *= shrink;
-            store(s.sum, load(s.sum) * shrink);
             store(s.rounded, load(s.rounded) * shrink);
             for (long c = 0; c < channels; c++) store(s.acc + c * LANES, load(s.acc + c * LANES) * shrink);
             for (int i = 0; i < t; i++) store(shares + i * LANES, load(shares + i * LANES) * shrink);
         }
         Vec added{};
-#pragma GCC unroll 8
+#pragma GCC unroll 4
         for (int i = 0; i < POINTS; i++) added += x[i] = power_of_two(next[i] - m);
         sum += added;
         if (channels > SUMS)
             for (int i = 0; i < POINTS; i++) store(shares + (t + i) * LANES, x[i]);
     }
-    How::add(x, values, sums, rounded);
+    How::add(x, tile.values + t - POINTS, tile.halves + t - POINTS, before + sum, sums, rounded);
     store(s.m, m);
-    store(s.sum, load(s.sum) + sum);
+    store(s.sum, before + sum);
     store(s.rounded, load(s.rounded) + rounded);
     for (int c = 0; c < SUMS; c++) store(s.acc + c * LANES, load(s.acc + c * LANES) + sums[c]);
 }
 
 // What further channels make of shares that were written down.
-template <class How>
-static inline void see_more(const float* shares, const typename How::Value* values, int count, float* acc) {
-    Vec sums[SUMS] = {}, again{};
+static inline void see_more(const float* shares, const float* values, int count, float* acc) {
+    Vec sums[SUMS] = {}, none{};
     for (int t = 0; t < count; t += POINTS) {
         Vec x[POINTS];
         for (int i = 0; i < POINTS; i++) x[i] = load(shares + (t + i) * LANES);
-        How::add(x, values + t, sums, again);
+        Exact::add(x, values + t, nullptr, none, sums, none);
     }
     for (int c = 0; c < SUMS; c++) store(acc + c * LANES, load(acc + c * LANES) + sums[c]);
 }
@@ -224,12 +222,13 @@ static void see_tile(const Plan& p, long head, const float* tokens, const float*
     const long width = p.widths[p.layers], c = p.channels, slots = padded_slots(p);
     project(p.key + head * width * c, p.key_shift + head * c, tokens, width, c, s.keys.data());
     project(p.value + head * width * c, nullptr, tokens, width, c, s.values.data());
-    const Tile<typename How::Value> tile{s.keys.data(), bias, How::values(s.values.data(), c), count};
+    How::round(s.values.data(), c, s.halves.data());
+    const Tile tile{s.keys.data(), s.values.data(), s.halves.data(), bias, count};
     for (long slot = 0; slot < p.slots; slot += LANES) {
         const long at = head * slots + slot;
         const Slots here{p.queries + head * c * slots + slot, slots, &into.m[at], &into.sum[at], &into.rounded[at], &into.acc[at * c]};
         see_slots<How>(here, tile, c, s.shares.data());
         for (long more = SUMS; more < c; more += SUMS)
-            see_more<How>(s.shares.data(), tile.values + more * TILE, count, here.acc + more * LANES);
+            see_more(s.shares.data(), tile.values + more * TILE, count, here.acc + more * LANES);
     }
 }
