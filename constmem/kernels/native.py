@@ -114,7 +114,9 @@ def _halves() -> bool:
 @functools.cache
 def _say_exact() -> None:
     """One line in the log, the first time."""
-    _log.warning("this CPU multiplies no bfloat16 (AVX512-BF16): what autocast may make coarser stays float32")
+    _log.warning(
+        "this CPU multiplies no bfloat16 (AVX512-BF16): what autocast may make coarser stays float32"
+    )
 
 
 def observe(
@@ -171,8 +173,8 @@ def update(
     data, value, lse = (t if t.is_contiguous() else t.contiguous() for t in (data, value, lse))
     merged, merged_lse = torch.empty_like(value), torch.empty_like(lse)
     _require().update(
-        plan.pointer, data.shape[0], data.data_ptr(), value.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
-        merged.data_ptr(), merged_lse.data_ptr(),
+        plan.pointer, data.shape[0], data.data_ptr(), value.data_ptr(), lse.data_ptr(),
+        torch.get_num_threads(), merged.data_ptr(), merged_lse.data_ptr(),
     )  # fmt: skip
     return merged, merged_lse
 
