@@ -114,9 +114,7 @@ def _halves() -> bool:
 @functools.cache
 def _say_exact() -> None:
     """One line in the log, the first time."""
-    _log.warning(
-        "this CPU multiplies no bfloat16 (AVX512-BF16): what autocast may make coarser stays float32"
-    )
+    _log.warning("products of bfloat16 were asked for, and this CPU has none (AVX512-BF16): float32 serves")
 
 
 def observe(
