@@ -103,12 +103,16 @@ def coarse(device: str) -> bool:
 
 def _halves() -> bool:
     """Whether to multiply as bfloat16: where that is asked for, and this CPU can."""
-    if not coarse("cpu"):
-        return False
-    able = bool(_require().has_bfloat16())
-    if not able:
+    asked = coarse("cpu")
+    if asked and not has_bfloat16():
         _say_exact()
-    return able
+    return asked and has_bfloat16()
+
+
+def has_bfloat16() -> bool:
+    """Whether there is machine code that multiplies bfloat16, and a CPU that can run it."""
+    found = library()
+    return found is not None and bool(found.has_bfloat16())
 
 
 @functools.cache
