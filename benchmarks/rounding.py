@@ -80,12 +80,13 @@ class Observer:
         k, v = (product(h, w, rounding) for w in (self.key, self.value))
         return softmax(product(self.queries, k, rounding), v, rounding)
 
-    def weighed(self, h: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
-        """Scores exact, shares and values rounded, divided by the sum of the shares as rounded."""
-        scores, v = self.queries @ (h @ self.key.mT).mT, h @ self.value.mT
+    def weighed(
+        self, h: Tensor, rounding: Rounding, *, key: Rounding = exact, value: Rounding = exact
+    ) -> tuple[Tensor, Tensor]:
+        """Shares and values rounded, divided by the sum of the shares as rounded; projections if asked to."""
+        scores, v = self.queries @ product(h, self.key, key).mT, product(h, self.value, value)
         shares = rounding(torch.exp2(scores - scores.amax(-1, keepdim=True)))
-        exactly = softmax(scores, v, exact)
-        return shares @ rounding(v) / shares.sum(-1, keepdim=True), exactly[1]
+        return shares @ rounding(v) / shares.sum(-1, keepdim=True), softmax(scores, v, exact)[1]
 
     def by_machine(self, points: Tensor) -> tuple[Tensor, Tensor]:
         """What the CPU's machine code is off by when coarser products are asked for."""
@@ -128,11 +129,13 @@ def variants(o: Observer, points: Tensor) -> Iterator[tuple[str, str, tuple[Tens
         "embedding 3 of bfloat16, then float16",
         o.absorbed(rounded, float16, 15.0),
     )
-    yield "shares and values, keys and values made first", "bfloat16", o.weighed(h, bfloat16)
+    yield "projection to keys alone", "bfloat16", o.weighed(h, exact, key=bfloat16)
+    yield "projection to values, shares and values", "bfloat16", o.weighed(h, bfloat16, value=bfloat16)
+    yield "shares and values", "bfloat16", o.weighed(h, bfloat16)
     if native.has_bfloat16():
         value, lse = o.absorbed(h, exact)
         off, lse_off = o.by_machine(points)
-        yield "the same by a CPU, heavy points in float32", "bfloat16", (value + off, lse + lse_off)
+        yield "the same, as the machine code of CPUs does", "bfloat16", (value + off, lse + lse_off)
 
 
 def main() -> None:
