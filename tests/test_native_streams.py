@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from constmem import CMANP
-from constmem.kernels import native
+from constmem.kernels import native, spare
 from constmem.state import AttentionState
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
@@ -95,3 +95,44 @@ def test_single_points_of_many_streams_are_observed_in_threads_to_the_bit() -> N
         torch.set_num_threads(before)
     assert torch.equal(one.value, several.value)
     assert torch.equal(one.lse, several.lse)
+
+
+def test_memory_is_given_again_only_when_nobody_looks_at_it_any_more() -> None:
+    shape = 2, LARGE // 16 + 8
+    first = spare.empty(*shape)
+    where, seen = first.data_ptr(), first[1, 3:5].numpy()
+    seen[:] = 7.0
+    del first
+    second = spare.empty(*shape)
+    second.fill_(1.0)
+    assert second.data_ptr() != where  # an array still shows the first one's numbers
+    assert seen.tolist() == [7.0, 7.0]
+    del seen
+    third = spare.empty(*shape)
+    assert third.data_ptr() == where
+    assert third.shape == shape
+    assert float(second.sum()) == second.numel()
+
+
+def test_one_piece_is_kept_at_most_and_none_that_is_small_or_huge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spare, "_left", [])
+    sizes = [LARGE // 8 + 8, LARGE // 8 + 16, LARGE // 8 + 24]
+    pieces = [spare.empty(n) for n in sizes]
+    del pieces[0], pieces[0]
+    assert [len(piece) for piece in spare._left] == [8 * sizes[1]]
+    spare.empty(100)
+    monkeypatch.setattr(spare, "LARGEST", LARGE + 1)
+    spare.empty(sizes[0])
+    assert [len(piece) for piece in spare._left] == [8 * sizes[1]]
+
+
+@torch.no_grad()
+def test_states_that_are_kept_do_not_change_when_others_are_made_of_them() -> None:
+    cmanp = model()
+    first, x, y = states(90, cmanp), torch.randn(90, 1, 1), torch.randn(90, 1, 1)
+    second = cmanp.update(first, x, y)
+    kept = second.value.clone()
+    for _ in range(3):
+        third = cmanp.update(second, x, y)
+    assert torch.equal(second.value, kept)
+    assert torch.equal(third.value, cmanp.update(second, x, y).value)

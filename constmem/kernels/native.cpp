@@ -166,7 +166,7 @@ void merge(int64_t states, int64_t channels, const double* value, const double* 
            const double* other_lse, int64_t threads, double* merged, double* merged_lse) {
     const long pieces = states / shared;
     threads = std::min<long>(threads_for(states * channels, threads), std::max<long>(1, pieces));
-    const bool past = expect(merged, states * channels) && channels % 8 == 0;
+    const bool past = too_large_to_keep(merged, states * channels) && channels % 8 == 0;
     in_threads(threads, threads, [&](long worker, long) {
         const long from = pieces * worker / threads, at = from * shared;
         const long count = pieces * (worker + 1) / threads * shared - at;
@@ -181,7 +181,7 @@ void update(const Plan* plan, int64_t tasks, const float* data, const double* va
     const Plan& p = *plan;
     const long states = p.heads * p.slots, numbers = states * p.channels;
     threads = std::min<long>(threads_for(tasks * numbers, threads), std::max<long>(1, tasks));
-    const bool past = expect(merged, tasks * numbers) && p.channels % 8 == 0;
+    const bool past = too_large_to_keep(merged, tasks * numbers) && p.channels % 8 == 0;
     in_threads(threads, threads, [&](long worker, long) {
         Single single(p);
         std::vector<double> new_value(p.heads * p.channels), new_lse(states);

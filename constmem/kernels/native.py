@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from constmem.kernels import spare
 from constmem.kernels.compiled import FLAGS, built
 
 VECTOR = 16  # channels of a head, and slots, are padded to a multiple of this
@@ -135,7 +136,7 @@ def observe(
             plan.pointer, b, data.data_ptr(), torch.get_num_threads(), value.data_ptr(), lse.data_ptr()
         )
         return value[..., : plan.weights.channels].expand(-1, -1, slots, -1), lse
-    value = torch.empty(b, heads, slots, channels, dtype=torch.float64)
+    value = spare.empty(b, heads, slots, channels)
     bias = None if bias is None else bias.float().contiguous()
     weights = None if bias is None else bias.data_ptr()
     _require().observe(
@@ -156,7 +157,7 @@ def merge(
     other_value = other_value[..., :1, :] if shared else other_value
     tensors = value, lse, other_value, other_lse
     value, lse, other_value, other_lse = (t if t.is_contiguous() else t.contiguous() for t in tensors)
-    merged, merged_lse = torch.empty_like(value), torch.empty_like(lse)
+    merged, merged_lse = spare.empty(*value.shape), torch.empty_like(lse)
     _require().merge(
         lse.numel(), value.shape[-1], value.data_ptr(), lse.data_ptr(), other_value.data_ptr(),
         value.shape[-2] if shared else 1, other_lse.data_ptr(), torch.get_num_threads(), merged.data_ptr(),
@@ -173,7 +174,7 @@ def update(
 ) -> tuple[Float[Tensor, "b *h s c"], Float[Tensor, "b *h s"]]:
     """States in float64 with one point more for each task: `observe` and `merge` in one call."""
     data, value, lse = (t if t.is_contiguous() else t.contiguous() for t in (data, value, lse))
-    merged, merged_lse = torch.empty_like(value), torch.empty_like(lse)
+    merged, merged_lse = spare.empty(*value.shape), torch.empty_like(lse)
     _require().update(
         plan.pointer, data.shape[0], data.data_ptr(), value.data_ptr(), lse.data_ptr(),
         torch.get_num_threads(), merged.data_ptr(), merged_lse.data_ptr(),

@@ -1,14 +1,11 @@
-// Work shared out to threads, and large memory made ready for them.
+// Work shared out to threads, and how many of them it is worth.
 
 #pragma once
 
-#include <cstddef>
+#include <algorithm>
 #include <cstdint>
 #include <thread>
 #include <vector>
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 // Work on pieces 0 to count in several threads. Which thread has which is fixed, so that sums come out the
 // same every time.
@@ -28,14 +25,7 @@ static inline long threads_for(long numbers, long threads) {
     return std::max<long>(1, std::min<long>(threads, numbers / (1 << 18)));
 }
 
-// Whether memory is large: then it is fresh from the system, and large pages are asked for, with which filling it
-// takes a third of the time.
-static bool expect(double* memory, long numbers) {
-    constexpr uintptr_t PAGE = 1 << 21, LARGE = 1 << 25;  // below this, allocators keep memory and give it again
-    const uintptr_t start = ((uintptr_t)memory + PAGE - 1) / PAGE * PAGE, end = (uintptr_t)(memory + numbers) / PAGE * PAGE;
-    if (numbers * sizeof(double) <= LARGE) return false;
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-    madvise((void*)start, end - start, MADV_HUGEPAGE);
-#endif
-    return (uintptr_t)memory % 64 == 0;
+// Whether so much is written that no cache could keep it, and to memory that can be written past them.
+static bool too_large_to_keep(const double* memory, long numbers) {
+    return numbers * sizeof(double) > 1 << 25 && (uintptr_t)memory % 64 == 0;
 }
