@@ -92,7 +92,8 @@ static void finish(const Plan& p, const Partial* parts, long count, bool coarse,
 }
 
 template <class How>
-static void observe_as(const Plan& p, long tasks, long points, const float* data, const float* log_weight, long threads, double* value, double* lse) {
+static void observe_as(const Plan& p, long tasks, long points, const float* data, const float* log_weight, long threads,
+                       double* value, double* lse) {
     const long in = p.widths[0], states = p.heads * p.slots, piece = TILES * TILE;
     const long pieces = (points + piece - 1) / piece;
     threads = std::max<long>(1, std::min<long>(threads, tasks < threads ? pieces : tasks));
@@ -131,7 +132,8 @@ int64_t has_bfloat16() {
 
 // The state of each task's points: value (tasks, heads, slots, channels) and lse (tasks, heads, slots). Where
 // `coarse`, which asks for `has_bfloat16`, shares and values are multiplied as bfloat16.
-void observe(const Plan* plan, int64_t tasks, int64_t points, const float* data, const float* log_weight, int64_t threads, int64_t coarse, double* value, double* lse) {
+void observe(const Plan* plan, int64_t tasks, int64_t points, const float* data, const float* log_weight,
+             int64_t threads, int64_t coarse, double* value, double* lse) {
 #if defined(HAS_BFLOAT16)
     if (coarse) return observe_as<Coarse>(*plan, tasks, points, data, log_weight, threads, value, lse);
 #endif

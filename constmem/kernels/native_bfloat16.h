@@ -35,7 +35,8 @@ struct Coarse {
     }
 
     // `rounded` is what values are to be divided by: the sum of the shares as they multiplied them.
-    static inline void add(const Vec (&shares)[POINTS], const float* values, const Half* halves, Vec seen, Vec (&sums)[SUMS], Vec& rounded) {
+    static inline void add(const Vec (&shares)[POINTS], const float* values, const Half* halves, Vec seen,
+                           Vec (&sums)[SUMS], Vec& rounded) {
         const Vec most = larger(larger(shares[0], shares[1]), larger(shares[2], shares[3]));
         if (__builtin_expect(any_above(most - MUCH * seen, 0.0f), 0)) {
             rounded += (shares[0] + shares[1]) + (shares[2] + shares[3]);

@@ -56,7 +56,8 @@ struct Partial {  // the running softmax of one worker
 
 // out[r, :] = act(weight[r, :] in + bias[r]) for a tile whose points lie side by side.
 template <int R>
-static inline void layer_rows(const float* w, long row, long step, const float* bias, const float* in, long k, float* out, bool relu) {
+static inline void layer_rows(const float* w, long row, long step, const float* bias, const float* in, long k, float* out,
+                              bool relu) {
     for (int part = 0; part < ACROSS; part += WIDE) {
         Vec sums[R][WIDE];
         for (int r = 0; r < R; r++)
@@ -217,6 +218,7 @@ static void project(const float* weight, const float* shift, const float* tokens
         layer_rows<ROWS>(weight + r, 1, channels, shift ? shift + r : NONE, tokens, width, out + r * TILE, false);
 }
 
+// What one head makes of a tile.
 template <class How>
 static void see_tile(const Plan& p, long head, const float* tokens, const float* bias, int count, Scratch& s, Partial& into) {
     const long width = p.widths[p.layers], c = p.channels, slots = padded_slots(p);
@@ -226,7 +228,8 @@ static void see_tile(const Plan& p, long head, const float* tokens, const float*
     const Tile tile{s.keys.data(), s.values.data(), s.halves.data(), bias, count};
     for (long slot = 0; slot < p.slots; slot += LANES) {
         const long at = head * slots + slot;
-        const Slots here{p.queries + head * c * slots + slot, slots, &into.m[at], &into.sum[at], &into.rounded[at], &into.acc[at * c]};
+        const Slots here{p.queries + head * c * slots + slot, slots, &into.m[at], &into.sum[at], &into.rounded[at],
+                         &into.acc[at * c]};
         see_slots<How>(here, tile, c, s.shares.data());
         for (long more = SUMS; more < c; more += SUMS)
             see_more(s.shares.data(), tile.values + more * TILE, count, here.acc + more * LANES);
