@@ -1,10 +1,11 @@
-"""What rounding does to the states of a trained model: which operands the GPU's kernels can afford.
+"""What rounding does to the states of a trained model: which operands kernels and machine code can afford.
 
     python benchmarks/rounding.py          # half a minute; writes results/rounding.json
 
 Everything is computed in float64 on a CPU with the weights that come with the package; only the operands of
-the matrix products named are rounded first, as the matrix units of a GPU would round them. Errors of values
-are relative to the largest, those of the lse absolute.
+the matrix products named are rounded first, as the matrix units of a GPU would round them. The last row is of
+the machine code of CPUs, where it multiplies bfloat16. Errors of values are relative to the largest, those of
+the lse absolute.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from constmem import CMANP
 from constmem.bench.record import provenance
+from constmem.kernels import native
 
 Rounding = Callable[[Tensor], Tensor]
 
@@ -60,7 +62,8 @@ class Observer:
     """The shipped model's way from points to a state, with a rounding for every product."""
 
     def __init__(self) -> None:
-        model = CMANP.from_pretrained("emnist").double()
+        self.model = CMANP.from_pretrained("emnist").eval()
+        self.wide = model = CMANP.from_pretrained("emnist").eval().double()
         prepared = model.stack.observation._prepare()
         self.queries = log2(torch.e) * prepared.queries.flatten(0, 1)  # (h, s, c), to base two
         heads, _, channels = self.queries.shape
@@ -76,6 +79,23 @@ class Observer:
         """Keys and values made first, as usual; every product rounded."""
         k, v = (product(h, w, rounding) for w in (self.key, self.value))
         return softmax(product(self.queries, k, rounding), v, rounding)
+
+    def weighed(
+        self, h: Tensor, rounding: Rounding, *, key: Rounding = exact, value: Rounding = exact
+    ) -> tuple[Tensor, Tensor]:
+        """Shares and values rounded, divided by the sum of the shares as rounded; projections if asked to."""
+        scores, v = self.queries @ product(h, self.key, key).mT, product(h, self.value, value)
+        shares = rounding(torch.exp2(scores - scores.amax(-1, keepdim=True)))
+        return shares @ rounding(v) / shares.sum(-1, keepdim=True), softmax(scores, v, exact)[1]
+
+    def by_machine(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        """What the CPU's machine code is off by when coarser products are asked for."""
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        found = self.model.stack.observation.observe(points.float()[None], embed=self.model.embed)
+        torch.set_float32_matmul_precision(before)
+        true = self.wide.stack.observation.observe(points.float().double()[None], embed=self.wide.embed)
+        return (found.value - true.value)[0].flatten(0, 1), (found.lse - true.lse)[0].flatten(0, 1)
 
     def absorbed(self, h: Tensor, rounding: Rounding, lift: float = 0.0) -> tuple[Tensor, Tensor]:
         """Queries absorbed into keys, values left for the end: two rounded products."""
@@ -109,6 +129,13 @@ def variants(o: Observer, points: Tensor) -> Iterator[tuple[str, str, tuple[Tens
         "embedding 3 of bfloat16, then float16",
         o.absorbed(rounded, float16, 15.0),
     )
+    yield "projection to keys alone", "bfloat16", o.weighed(h, exact, key=bfloat16)
+    yield "projection to values, shares and values", "bfloat16", o.weighed(h, bfloat16, value=bfloat16)
+    yield "shares and values", "bfloat16", o.weighed(h, bfloat16)
+    if native.has_bfloat16():
+        value, lse = o.absorbed(h, exact)
+        off, lse_off = o.by_machine(points)
+        yield "the same, as the machine code of CPUs does", "bfloat16", (value + off, lse + lse_off)
 
 
 def main() -> None:

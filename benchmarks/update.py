@@ -4,13 +4,16 @@ python benchmarks/update.py            # about two minutes; writes results/updat
 """
 
 import statistics
+from collections.abc import Callable
 
 import torch
 from record import save
+from torch import Tensor
 
 from constmem import CMANP
 from constmem.bench.literal import Literal
 from constmem.bench.record import provenance, ratio, side_by_side
+from constmem.kernels import native
 
 UPDATES = 20  # single-point updates a round
 FLOPS = 2 * (
@@ -26,23 +29,37 @@ def main() -> None:
 
     def compare(what: str, work: dict, *, slow: str, fast: str, rounds: int, calls: int = 1, **more) -> None:
         times = side_by_side(work, rounds=rounds)
-        row = {"what": what, "slow": slow, "fast": fast, **ratio(times, slow, fast), **more}
-        row["milliseconds"] = {k: round(1e3 * statistics.median(v) / calls, 3) for k, v in times.items()}
-        rows.append(row)
-        print(f"{what}: {fast} is {row['ratio']}x {slow}   {row['milliseconds']} ms", flush=True)
+        halves = [name for name in (f"{fast}, bfloat16",) if name in times]
+        for name in (fast, *halves):
+            title = what if name == fast else what.replace(" points", " points in bfloat16")
+            row = {"what": title, "slow": slow, "fast": name, **ratio(times, slow, name), **more}
+            row["milliseconds"] = {k: round(1e3 * statistics.median(v) / calls, 3) for k, v in times.items()}
+            rows.append(row)
+            print(f"{title}: {name} is {row['ratio']}x {slow}   {row['milliseconds']} ms", flush=True)
+
+    def ways(x: Tensor, y: Tensor) -> dict[str, Callable[[], object]]:
+        """Conditioning in float32, and with shares and values multiplied as bfloat16 where this CPU can."""
+
+        def coarsely() -> None:
+            torch.set_float32_matmul_precision("high")
+            model.condition(x, y)
+            torch.set_float32_matmul_precision("highest")
+
+        exactly = {"constmem": lambda: model.condition(x, y)}
+        return exactly | {"constmem, bfloat16": coarsely} if native.has_bfloat16() else exactly
 
     with torch.no_grad():
         ours = {"constmem": lambda: model.condition(x, y)}
         for chunk in (1024, 4096, None):
             literal = {"literal": lambda chunk=chunk: Literal(model, chunk).condition(x, y)}
             what = f"condition on 1e5 points (literal: {f'chunks of {chunk}' if chunk else 'at once'})"
-            compare(what, ours | literal, slow="literal", fast="constmem", rounds=15 if chunk else 3)
+            work = (ways(x, y) if chunk == 1024 else ours) | literal
+            compare(what, work, slow="literal", fast="constmem", rounds=15 if chunk else 3)
 
         many_x, many_y = x.repeat(1, 10, 1), y.repeat(1, 10, 1)
         compare("condition on 1e6 points (literal: chunks of 1024)",
-                {"constmem": lambda: model.condition(many_x, many_y),
-                 "literal": lambda: Literal(model, 1024).condition(many_x, many_y)},
-                slow="literal", fast="constmem", rounds=3)  # fmt: skip
+                ways(many_x, many_y) | {"literal": lambda: Literal(model, 1024).condition(many_x, many_y)},
+                slow="literal", fast="constmem", rounds=5)  # fmt: skip
         a, b = torch.randn(2, 2048, 2048)
         compare("matrix product of 2048 against conditioning on 1e5 points",
                 ours | {"product": lambda: a @ b}, slow="constmem", fast="product", rounds=9,

@@ -199,24 +199,28 @@ class Observation(nn.Module):
         key = precision, *(_identity(t) for layer in layers for t in layer)
         if key not in memory.plans:
             memory.plans.clear()
-            with torch.autocast("cuda", enabled=False):
-                queries, weight, shift = copy.deepcopy(self).double()._prepare()
-                memory.plans[key] = gpu.plan(queries.flatten(0, 1), weight, shift, layers, precision)
+            memory.plans[key] = gpu.plan(*self._prepare_exactly(), layers, precision)
         plan: gpu.Plan | None = memory.plans[key]
         return plan
 
     def _plan(self, memory: _Memory, data: Tensor, layers: list[tuple[Tensor, Tensor]]) -> native.Plan | None:
         """How machine code observes such data, where there is any, all is float32 and on the CPU."""
-        if data.dtype != torch.float32 or data.device.type != "cpu":
-            return None
-        if torch.is_autocast_enabled("cpu") or not native.usable():
+        if data.dtype != torch.float32 or data.device.type != "cpu" or not native.usable():
             return None
         key = tuple((t.data_ptr(), t.is_contiguous(), t.dtype) for layer in layers for t in layer)
         if key not in memory.plans:
             memory.plans.clear()
-            memory.plans[key] = _plan_of(memory.prepared, layers)
+            known = all(_is_plain(t) for t in (self.slots, *(t for layer in layers for t in layer)))
+            exact = (t.float() for t in self._prepare_exactly()) if known else ()
+            memory.plans[key] = native.Plan(native.pack(*exact), layers) if known else None
         plan: native.Plan | None = memory.plans[key]
         return plan
+
+    def _prepare_exactly(self) -> Prepared:
+        """The same in float64, heads of all blocks in a row: no setting has products rounded there."""
+        with torch.autocast(self.slots.device.type, enabled=False):
+            prepared = copy.deepcopy(self).double()._prepare()
+        return prepared._replace(queries=prepared.queries.flatten(0, 1))
 
     def _single(self, out: Float[Tensor, "b sv"]) -> tuple[Tensor, Tensor]:
         """The softmax over one token is one: its scores are the lse, its values every slot's value."""
@@ -249,15 +253,9 @@ def _absorbed(prepared: Prepared) -> tuple[Float[Tensor, "sv d"], Float[Tensor, 
     return torch.cat([scores[0].flatten(0, 2), wv]), torch.cat([scores[1].flatten(), bv])
 
 
-def _plan_of(prepared: Prepared, layers: list[tuple[Tensor, Tensor]]) -> native.Plan | None:
-    """What machine code reads, unless weights are of a kind it does not know."""
-    weights = [*prepared, *(t for layer in layers for t in layer)]
-    if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in weights):
-        return None
-    if not all(t.is_contiguous() for layer in layers for t in layer):
-        return None
-    packed = native.pack(prepared.queries.flatten(0, 1), prepared.weight, prepared.shift)
-    return native.Plan(packed, layers)
+def _is_plain(t: Tensor) -> bool:
+    """Whether machine code can read it: it knows numbers of one kind only."""
+    return t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous()
 
 
 def _bits_of(parameters: list[Tensor]) -> Callable[[], object]:

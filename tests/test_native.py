@@ -16,7 +16,7 @@ from torch import Tensor
 from constmem import CMAB, CMANP
 from constmem.algebra import EMPTY
 from constmem.embed import MLP
-from constmem.kernels import native
+from constmem.kernels import compiled, native
 from constmem.neural_processes import Scales
 from constmem.observation import Observation
 from constmem.state import AttentionState
@@ -29,7 +29,7 @@ IS_X86 = platform.machine() in ("x86_64", "AMD64")
 @pytest.fixture(params=list(VECTORS) if IS_X86 else ["widest"])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
     """The library as built for this machine, and as it would be for smaller ones."""
-    found = native.load(native.built((*native.FLAGS, *VECTORS[request.param])))
+    found = native.load(compiled.built((*compiled.FLAGS, *VECTORS[request.param])))
     monkeypatch.setattr(native, "library", lambda: found)
     return found
 
@@ -251,7 +251,7 @@ PROGRAM = """
 import logging, sys, torch
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 from constmem import CMANP
-from constmem.kernels import native
+from constmem.kernels import compiled, native
 torch.manual_seed(0)
 model = CMANP(dim_x=1, dim_y=1, dim=16, depth=1, num_slots=4, num_latents=4, hidden=16, num_heads=2).eval()
 with torch.no_grad():

@@ -3,17 +3,16 @@
 What PyTorch needs a dozen operators and a buffer the size of the data for, one call does here tile by
 tile. The library is compiled for the very machine at first use (a few seconds, kept in the user's cache
 folder); without a compiler, or with CONSTMEM_NATIVE=0, everything runs on PyTorch's operators as before.
+
+Where products coarser than float32 are asked for, shares and values are multiplied as bfloat16; scores,
+exponentials, normalisation and all sums stay float32. A CPU without such products computes in float32.
 """
 
 import ctypes
 import functools
-import hashlib
 import logging
 import os
-import platform
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from math import log2
 from pathlib import Path
@@ -23,9 +22,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread")
-VECTOR = 16  # channels of a head are padded to a multiple of this
+from constmem.kernels import spare
+from constmem.kernels.compiled import FLAGS, built
+
+VECTOR = 16  # channels of a head, and slots, are padded to a multiple of this
 _LOG2E = log2(torch.e)
 _log = logging.getLogger("constmem")
 _Pointer, _Number = ctypes.c_void_p, ctypes.c_int64
@@ -38,30 +38,27 @@ class _Plan(ctypes.Structure):
         ("layers", _Number), ("weight", _Pointer), ("bias", _Pointer), ("widths", _Pointer),
         ("heads", _Number), ("slots", _Number), ("channels", _Number), ("queries", _Pointer),
         ("key", _Pointer), ("key_shift", _Pointer), ("value", _Pointer), ("value_shift", _Pointer),
-        ("key_turned", _Pointer), ("query_turned", _Pointer),
     )  # fmt: skip
 
 
 class Weights(NamedTuple):
     """The weights of an observation in the order the machine code reads them."""
 
-    queries: Float[Tensor, "h s c"]
-    key: Float[Tensor, "hc d"]
+    queries: Float[Tensor, "h c s"]
+    key: Float[Tensor, "h d c"]
     key_shift: Float[Tensor, " hc"]
     value: Float[Tensor, "h d c"]
     value_shift: Float[Tensor, " hc"]
-    key_turned: Float[Tensor, "h d c"]
-    query_turned: Float[Tensor, "h c s"]
-    channels: int  # before they were padded
+    slots: int  # before they were padded
+    channels: int
 
 
 class Plan:
     """How points become a state: an embedding's layers, then keys, values and queries."""
 
     def __init__(self, weights: Weights, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
-        heads, slots, channels = weights.queries.shape
-        widths = [w.shape[0] for w, _ in layers]
-        widths = [layers[0][0].shape[1] if layers else weights.key.shape[1], *widths]
+        heads, width, channels = weights.key.shape
+        widths = [layers[0][0].shape[1] if layers else width, *(w.shape[0] for w, _ in layers)]
         addresses = _Pointer * len(layers)
         parts = (
             addresses(*(weight.data_ptr() for weight, _ in layers)),
@@ -69,9 +66,10 @@ class Plan:
             (_Number * len(widths))(*widths),
         )
         where = [ctypes.cast(part, _Pointer) for part in parts]
-        content = _Plan(len(layers), *where, heads, slots, channels, *(t.data_ptr() for t in weights[:7]))
+        sizes = heads, weights.slots, channels
+        content = _Plan(len(layers), *where, *sizes, *(t.data_ptr() for t in weights[:5]))
         self.pointer = ctypes.byref(content)
-        self.shape = heads, slots, channels
+        self.shape = sizes
         self.weights = weights
         self._kept = layers, parts  # what the addresses point to
 
@@ -80,7 +78,7 @@ def pack(
     queries: Float[Tensor, "h s c"], weight: Float[Tensor, "kv d"], shift: Float[Tensor, " kv"]
 ) -> Weights:
     """Weights as `Observation.prepared` gives them, scaled to base two, padded and turned."""
-    heads, _, channels = queries.shape
+    heads, slots, channels = queries.shape
     more = -channels % VECTOR
 
     def padded(t: Tensor) -> Tensor:
@@ -88,17 +86,40 @@ def pack(
         return torch.nn.functional.pad(t, (0, 0, 0, more) if t.ndim == 3 else (0, more))
 
     (key, value), (key_shift, value_shift) = weight.chunk(2), shift.chunk(2)
-    q = torch.nn.functional.pad(queries * _LOG2E, (0, more))
     return Weights(
-        q.contiguous(),
-        padded(key).flatten(0, 1).contiguous(),
+        torch.nn.functional.pad(_LOG2E * queries.mT, (0, -slots % VECTOR, 0, more)).contiguous(),
+        padded(key).transpose(1, 2).contiguous(),
         padded(key_shift).flatten().contiguous(),
         padded(value).transpose(1, 2).contiguous(),
         padded(value_shift).flatten().contiguous(),
-        padded(key).transpose(1, 2).contiguous(),
-        torch.nn.functional.pad(q.mT, (0, -q.shape[1] % VECTOR)).contiguous(),
+        slots,
         channels,
     )
+
+
+def coarse(device: str) -> bool:
+    """Whether products coarser than float32 are asked for: by autocast, or by PyTorch's own setting."""
+    return torch.is_autocast_enabled(device) or torch.get_float32_matmul_precision() != "highest"
+
+
+def _halves() -> bool:
+    """Whether to multiply as bfloat16: where that is asked for, and this CPU can."""
+    asked = coarse("cpu")
+    if asked and not has_bfloat16():
+        _say_exact()
+    return asked and has_bfloat16()
+
+
+def has_bfloat16() -> bool:
+    """Whether there is machine code that multiplies bfloat16, and a CPU that can run it."""
+    found = library()
+    return found is not None and bool(found.has_bfloat16())
+
+
+@functools.cache
+def _say_exact() -> None:
+    """One line in the log, the first time."""
+    _log.warning("products of bfloat16 were asked for, and this CPU has none (AVX512-BF16): float32 serves")
 
 
 def observe(
@@ -111,21 +132,17 @@ def observe(
     lse = torch.empty(b, heads, slots, dtype=torch.float64)
     if n == 1 and bias is None:
         value = torch.empty(b, heads, 1, channels, dtype=torch.float64)
-        _require().observe_one(plan.pointer, b, data.data_ptr(), value.data_ptr(), lse.data_ptr())
+        _require().observe_one(
+            plan.pointer, b, data.data_ptr(), torch.get_num_threads(), value.data_ptr(), lse.data_ptr()
+        )
         return value[..., : plan.weights.channels].expand(-1, -1, slots, -1), lse
-    value = torch.empty(b, heads, slots, channels, dtype=torch.float64)
+    value = spare.empty(b, heads, slots, channels)
     bias = None if bias is None else bias.float().contiguous()
     weights = None if bias is None else bias.data_ptr()
     _require().observe(
-        plan.pointer,
-        b,
-        n,
-        data.data_ptr(),
-        weights,
-        torch.get_num_threads(),
-        value.data_ptr(),
+        plan.pointer, b, n, data.data_ptr(), weights, torch.get_num_threads(), _halves(), value.data_ptr(),
         lse.data_ptr(),
-    )
+    )  # fmt: skip
     return value[..., : plan.weights.channels], lse
 
 
@@ -140,10 +157,11 @@ def merge(
     other_value = other_value[..., :1, :] if shared else other_value
     tensors = value, lse, other_value, other_lse
     value, lse, other_value, other_lse = (t if t.is_contiguous() else t.contiguous() for t in tensors)
-    merged, merged_lse = torch.empty_like(value), torch.empty_like(lse)
+    merged, merged_lse = spare.empty(*value.shape), torch.empty_like(lse)
     _require().merge(
         lse.numel(), value.shape[-1], value.data_ptr(), lse.data_ptr(), other_value.data_ptr(),
-        value.shape[-2] if shared else 1, other_lse.data_ptr(), merged.data_ptr(), merged_lse.data_ptr(),
+        value.shape[-2] if shared else 1, other_lse.data_ptr(), torch.get_num_threads(), merged.data_ptr(),
+        merged_lse.data_ptr(),
     )  # fmt: skip
     return merged, merged_lse
 
@@ -156,10 +174,10 @@ def update(
 ) -> tuple[Float[Tensor, "b *h s c"], Float[Tensor, "b *h s"]]:
     """States in float64 with one point more for each task: `observe` and `merge` in one call."""
     data, value, lse = (t if t.is_contiguous() else t.contiguous() for t in (data, value, lse))
-    merged, merged_lse = torch.empty_like(value), torch.empty_like(lse)
+    merged, merged_lse = spare.empty(*value.shape), torch.empty_like(lse)
     _require().update(
-        plan.pointer, data.shape[0], data.data_ptr(), value.data_ptr(), lse.data_ptr(), merged.data_ptr(),
-        merged_lse.data_ptr(),
+        plan.pointer, data.shape[0], data.data_ptr(), value.data_ptr(), lse.data_ptr(),
+        torch.get_num_threads(), merged.data_ptr(), merged_lse.data_ptr(),
     )  # fmt: skip
     return merged, merged_lse
 
@@ -234,44 +252,13 @@ def library() -> ctypes.CDLL | None:
 def load(path: Path) -> ctypes.CDLL:
     """A library with its functions' types declared."""
     found = ctypes.CDLL(str(path))
-    found.observe.argtypes = [_Pointer, _Number, _Number, _Pointer, _Pointer, _Number, _Pointer, _Pointer]
-    found.observe_one.argtypes = [_Pointer, _Number, _Pointer, _Pointer, _Pointer]
-    found.merge.argtypes = [_Number, _Number, *[_Pointer] * 3, _Number, *[_Pointer] * 3]
-    found.update.argtypes = [_Pointer, _Number, *[_Pointer] * 5]
+    found.observe.argtypes = [_Pointer, _Number, _Number, *[_Pointer] * 2, *[_Number] * 2, *[_Pointer] * 2]
+    found.observe_one.argtypes = [_Pointer, _Number, _Pointer, _Number, *[_Pointer] * 2]
+    found.merge.argtypes = [*[_Number] * 2, *[_Pointer] * 3, _Number, _Pointer, _Number, *[_Pointer] * 2]
+    found.update.argtypes = [_Pointer, _Number, *[_Pointer] * 3, _Number, *[_Pointer] * 2]
     for function in (found.observe, found.observe_one, found.merge, found.update):
         function.restype = None
+    found.has_bfloat16.argtypes, found.has_bfloat16.restype = [], _Number
     found.sum_of_bits.argtypes = [_Number, _Pointer, _Pointer, _Pointer]
     found.sum_of_bits.restype = ctypes.c_uint64
     return found
-
-
-def built(flags: Sequence[str]) -> Path:
-    """The library's file, compiled unless it lies in the cache; safe when several processes ask at once."""
-    names = [os.environ["CXX"]] if "CXX" in os.environ else ["c++", "g++", "clang++"]
-    compiler = next(filter(None, map(shutil.which, names)), None)
-    if compiler is None:
-        raise FileNotFoundError(f"no C++ compiler was found under the name {' or '.join(names)}")
-    about = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    key = hashlib.sha256(SOURCE.read_bytes() + f"{flags}{about}{_cpu()}".encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "constmem"
-    path = folder / f"native-{key}.so"
-    if path.is_file():
-        return path
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    _log.info("compiling machine code for this CPU into %s", path)
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        made = Path(temporary) / path.name
-        command = [compiler, *flags, str(SOURCE), "-o", str(made)]
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-        made.replace(path)
-    return path
-
-
-def _cpu() -> str:
-    """What `-march=native` depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    kinds = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
-    return f"{platform.machine()}{platform.processor()}{sorted(kinds)}"
