@@ -1,5 +1,7 @@
 """Machine code for many streams at once: threads and large memory change no bit."""
 
+import os
+
 import pytest
 import torch
 
@@ -136,3 +138,16 @@ def test_states_that_are_kept_do_not_change_when_others_are_made_of_them() -> No
         third = cmanp.update(second, x, y)
     assert torch.equal(second.value, kept)
     assert torch.equal(third.value, cmanp.update(second, x, y).value)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forked processes here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_what_a_forked_process_writes_to_large_results_is_its_own() -> None:
+    numbers = spare.empty(LARGE // 8 + 1)
+    numbers[:3] = 1.0
+    child = os.fork()
+    if child == 0:
+        memoryview(numbers.numpy())[0] = 2.0
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert numbers[:3].tolist() == [1.0, 1.0, 1.0]

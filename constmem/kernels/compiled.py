@@ -10,6 +10,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from constmem.files import keep_newest, touched
+
+BUILDS = 8  # kept in the cache
 SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread")
 _log = logging.getLogger("constmem")
@@ -25,7 +28,7 @@ def built(flags: Sequence[str]) -> Path:
     key = hashlib.sha256(_sources() + f"{flags}{about}{_cpu()}".encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "constmem"
     path = folder / f"native-{key}.so"
-    if path.is_file():
+    if touched(path):
         return path
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _log.info("compiling machine code for this CPU into %s", path)
@@ -34,6 +37,7 @@ def built(flags: Sequence[str]) -> Path:
         command = [compiler, *flags, str(SOURCE), "-o", str(made)]
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
         made.replace(path)
+    keep_newest(folder, "native-*.so", count=BUILDS)
     return path
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from constmem.kernels.native import traced
+from constmem.kernels.native import coarse, traced
 
 WIDEST = {"half": 128, "tf32": 64, "exact": 64}  # channels of a token
 ROWS = 128  # slots are padded to a multiple of this
@@ -115,8 +115,7 @@ def precision_of(dtype: torch.dtype) -> str | None:
     """
     if dtype == torch.float64:
         return None
-    coarse = torch.is_autocast_enabled("cuda") or torch.get_float32_matmul_precision() != "highest"
-    return "half" if coarse or dtype != torch.float32 else "exact"
+    return "half" if coarse("cuda") or dtype != torch.float32 else "exact"
 
 
 def _padded(n: int) -> int:

@@ -15,10 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-SMALLEST, LARGEST = (
-    2**25,
-    2**29,
-)  # bytes; smaller pieces allocators keep, larger ones nobody should
+SMALLEST, LARGEST = 2**25, 2**29  # bytes; smaller pieces allocators keep, larger ones nobody should
 _left: list[mmap.mmap] = []
 
 
@@ -39,7 +36,10 @@ def _taken(size: int) -> mmap.mmap:
         memory = _left.pop()
         if len(memory) == size:
             return memory
-    memory = mmap.mmap(-1, size)
+    private: dict[str, int] = {}  # what a forked process writes there is its own
+    if hasattr(mmap, "MAP_PRIVATE"):
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+    memory = mmap.mmap(-1, size, **private)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # systems may be built without
             memory.madvise(mmap.MADV_HUGEPAGE)
