@@ -30,7 +30,7 @@ from constmem.train import Run, train
 
 OPTIONS: dict[str, tuple[str, Any]] = {  # option -> (keyword of CMHP, its value there)
     "no_absolute_time": ("absolute_time", False),
-    "last_event": ("last_event", True),
+    "last_events": ("last_events", 4),
     "recency": ("recency", True),
     "mass": ("mass", True),
     "relative_time": ("relative_time", True),

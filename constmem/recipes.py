@@ -88,7 +88,7 @@ EVENT_MODELS = ("cmhp", "thp", "gru", "trivial")
 
 # CMHP as in the paper, which has none of the other options
 PLAIN_CMHP: dict[str, Any] = {
-    "absolute_time": True, "last_event": False, "recency": False, "mass": False, "relative_time": False,
+    "absolute_time": True, "last_events": 0, "recency": False, "mass": False, "relative_time": False,
     "gap_tokens": False, "mark_given_gap": False, "embed_depth": 0,
 }  # fmt: skip
 

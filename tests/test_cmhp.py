@@ -16,7 +16,7 @@ from constmem.state import AttentionState
 from tests.processes import MARKS, small, stream
 
 MB = 2**20
-OPTIONS = ("last_event", "recency", "mass", "relative_time", "gap_tokens", "mark_given_gap")
+OPTIONS = ("last_events", "recency", "mass", "relative_time", "gap_tokens", "mark_given_gap")
 
 
 def close(found: Tensor, expected: Tensor, atol: float = 1e-8) -> None:
@@ -59,21 +59,28 @@ def naive(model: CMHP, events: Events) -> Tensor:
         value = scores.softmax(-1) @ seen
         state = AttentionState(value[None], value[None, ..., 0], torch.ones(1, dtype=torch.int64))
         out = model.project(model.stack.read(state, model.latents[None])[-1].flatten(1))[0]
-        if model.last_mark is not None and model.last_gap is not None:
-            out = out + model.last_mark(events.marks[0, i]) + model.last_gap(z[i])
+        if model.last_events:
+            recent = []
+            for j in range(i - model.last_events + 1, i + 1):  # oldest first
+                mark, gap = (
+                    (events.marks[0, j], z[j]) if j >= 0 else (torch.tensor(-2), z.new_tensor(torch.nan))
+                )
+                recent.append(model.last_mark(mark) + model.last_gap(gap))
+            out = out + model.last(torch.cat(recent))
         if model.mass is not None:
             out = out + model.mass(torch.log1p(scores.exp().sum(-1)).flatten())
         known.append(model.norm(out))
     return torch.stack(known)
 
 
-CHANGES: list[dict[str, bool]] = [{}, dict.fromkeys(OPTIONS, False), {"absolute_time": True}]
-CHANGES += [{name: False} for name in OPTIONS]
+OFF: dict[str, Any] = dict.fromkeys(OPTIONS, False) | {"last_events": 0}
+CHANGES: list[dict[str, Any]] = [{}, OFF, {"absolute_time": True}, {"last_events": 1}]
+CHANGES += [{name: off} for name, off in OFF.items()]
 
 
 @pytest.mark.parametrize("changes", CHANGES)
 def test_all_prefixes_in_one_pass_equal_a_naive_softmax_in_value_and_gradient(
-    changes: dict[str, bool],
+    changes: dict[str, Any],
 ) -> None:
     model, events = small("cmhp", **changes), stream(37)
     chunk_of = next(iter_chunks(model, events))
@@ -97,7 +104,7 @@ def iter_chunks(model: CMHP, events: Events) -> Any:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_matters(option: str) -> None:
-    with_, without = small("cmhp"), small("cmhp", **{option: False})
+    with_, without = small("cmhp"), small("cmhp", **{option: OFF[option]})
     without.load_state_dict({n: t for n, t in with_.state_dict().items() if n in without.state_dict()})
     with torch.no_grad():
         a, b = with_.log_prob(stream(12)), without.log_prob(stream(12))
@@ -106,7 +113,7 @@ def test_every_option_matters(option: str) -> None:
 
 @pytest.mark.parametrize("absolute", [True, False])
 def test_only_by_absolute_time_does_it_matter_when_the_watch_began(absolute: bool) -> None:
-    model = small("cmhp", absolute_time=absolute, gap_tokens=False)
+    model = small("cmhp", absolute_time=absolute, gap_tokens=False, last_events=1)
     times, marks = [[5.0, 6.0, 6.5, 9.0]], [[0, 1, 2, 0]]
     found = []
     for start in (5.0, 1.0):
@@ -220,7 +227,7 @@ def test_a_state_is_as_large_after_many_events_as_after_one() -> None:
         state = model.update(model.condition(stream(5000)), stream(5000).times[:, -1] + 1)
     assert sizes == {state.nbytes}
     depth, heads, slots, channels = model.stack.layout
-    assert state.nbytes == 8 * (depth * heads * slots * (channels + 1) + 5)
+    assert state.nbytes == 8 * (depth * heads * slots * (channels + 1) + 5 + 3 * 3)
 
 
 Peak = Callable[[Callable[[], object]], int]
@@ -254,7 +261,7 @@ def test_the_likelihood_of_a_long_stream_needs_the_memory_of_one_chunk(peak: Pea
 
     score(few)
     small_peak, large = peak(lambda: score(few)), peak(lambda: score(events))
-    assert large - small_peak < 7000 * 60
+    assert large - small_peak < 7000 * 64
     assert peak(lambda: model.forecast(few, chunk=1000).mean) > 2 * small_peak
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from constmem.data import Events
@@ -33,6 +33,13 @@ class Chunk(NamedTuple):
         last = each.gather(1, index.expand(-1, 1, *each.shape[2:])).squeeze(1)
         return torch.where((count > 0).reshape(-1, *[1] * (last.ndim - 1)), last, before)
 
+    def latest(self, each: Float[Tensor, "b t"], before: Float[Tensor, "b k"]) -> Float[Tensor, "b k"]:
+        """The entries of each stream's last k events, oldest first, from those before."""
+        k, joined = before.shape[1], torch.cat([before, each], 1)
+        if self.mask is None:
+            return joined[:, joined.shape[1] - k :]
+        return joined.gather(1, self.mask.sum(-1, keepdim=True) + torch.arange(k, device=each.device))
+
     def clock_after(self, state: EventState) -> dict[str, Any]:
         """The clock of a state once these events are seen."""
         seen = self.times.shape[1] if self.mask is None else self.mask.sum(-1)
@@ -47,6 +54,11 @@ class Chunk(NamedTuple):
 def shifted(before: Tensor, each: Tensor) -> Tensor:
     """What stood before each event, from what was before all of them and what stands after each."""
     return torch.cat([before[:, None], each[:, :-1]], 1)
+
+
+def windows(before: Float[Tensor, "b k"], each: Float[Tensor, "b t"]) -> Float[Tensor, "b t k"]:
+    """The k entries before each event, oldest first, from those before all of them."""
+    return torch.cat([before, each[:, :-1]], 1).unfold(1, before.shape[1], 1)
 
 
 def pieces(events: Events, last_time: Float64[Tensor, "b"], chunk: int) -> Iterator[Chunk]:

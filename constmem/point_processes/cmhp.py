@@ -5,7 +5,7 @@ All blocks look at the events themselves through fixed queries, so what a prefix
 (`absolute_time`, which also lets a model learn its sequences by heart), and nothing marks the last event.
 Four options mend that, each with exact updates in constant time:
 
-    last_event     the last mark and log gap stand beside the latents
+    last_events    marks and log gaps of the last few events, in order, stand beside the latents
     recency        exp(rate t) weighs events: the score of event j is q k_j + rate t_j, and the running
                    log-sum-exp absorbs it, since a common factor cancels in every softmax
     mass           log(1 + sum_j exp(q k_j + rate (t_j - t))): a softmax forgets how many events there
@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor, nn
 
 from constmem.attention import Residual
@@ -27,8 +27,8 @@ from constmem.checks import positive
 from constmem.embed import MLP, GapFeatures, MarkEmbedding, sinusoids
 from constmem.initial import keep_variance
 from constmem.point_processes.base import PointProcess
-from constmem.point_processes.chunks import Chunk, shifted
-from constmem.point_processes.states import ConstantState
+from constmem.point_processes.chunks import Chunk, shifted, windows
+from constmem.point_processes.constant import ConstantState, nothing_recent
 from constmem.state import AttentionState
 
 
@@ -47,7 +47,8 @@ class CMHP(PointProcess[ConstantState]):
         absolute_time: a token holds the time since the start, as the paper's do; by it sequences are learned
             by heart. Without, a model knows times only by how long ago they were.
         gap_tokens: a token holds the log gap before its event.
-        last_event, recency, mass, relative_time: see the module; all off is the paper's model.
+        last_events: how many of them are remembered one by one; 0, and all that follows off, is the paper's.
+        recency, mass, relative_time: see the module.
         mark_given_gap: the mark is predicted from the gap too.
         dropout: of what is known, before the heads, while training.
         unit: of the times it is trained on; `standardise` sets it.
@@ -83,7 +84,7 @@ class CMHP(PointProcess[ConstantState]):
         embed_depth: int = 2,
         absolute_time: bool = False,
         gap_tokens: bool = True,
-        last_event: bool = True,
+        last_events: int = 4,
         recency: bool = True,
         mass: bool = True,
         relative_time: bool = True,
@@ -98,6 +99,8 @@ class CMHP(PointProcess[ConstantState]):
             mark_given_gap=mark_given_gap, dropout=dropout, unit=unit, config=config,
         )  # fmt: skip
         positive("num_latents", num_latents)
+        if not isinstance(last_events, int) or isinstance(last_events, bool) or last_events < 0:
+            raise ValueError(f"last_events must be a whole number of at least 0, not {last_events!r}")
         self.marks = MarkEmbedding(num_marks=num_marks, dim=dim)
         self.gaps = GapFeatures(dim=dim) if gap_tokens else None
         self.embed = MLP(dim_in=dim, dim_hidden=dim, dim_out=dim, depth=embed_depth) if embed_depth else None
@@ -106,8 +109,10 @@ class CMHP(PointProcess[ConstantState]):
         )
         self.latents = nn.Parameter(torch.randn(num_latents, dim))
         self.project = keep_variance(nn.Linear(num_latents * dim, dim))
-        self.last_mark = MarkEmbedding(num_marks=num_marks, dim=dim) if last_event else None
-        self.last_gap = GapFeatures(dim=dim) if last_event else None
+        self.last_mark = MarkEmbedding(num_marks=num_marks, dim=dim) if last_events else None
+        self.last_gap = GapFeatures(dim=dim) if last_events else None
+        self.last = keep_variance(nn.Linear(last_events * dim, dim)) if last_events else None
+        self.last_events = last_events
         self.log_rates = nn.Parameter(_spread(self.stack)) if recency else None
         self.mass = keep_variance(nn.Linear(self.log_masses, dim)) if mass else None
         self.norm = nn.LayerNorm(dim)
@@ -129,7 +134,7 @@ class CMHP(PointProcess[ConstantState]):
 
     def _blank(self, batch: int) -> dict[str, Tensor]:
         state = self.stack.empty(batch)
-        return {"value": state.value, "lse": state.lse}
+        return {"value": state.value, "lse": state.lse} | nothing_recent(batch, self.last_events, self.device)
 
     def _observe(self, state: ConstantState, chunk: Chunk) -> dict[str, Tensor]:
         clock = self._since(state.start[:, None], chunk.times)
@@ -137,7 +142,7 @@ class CMHP(PointProcess[ConstantState]):
             seen = self._observe_one(chunk, clock)
         else:
             seen = self._observe_some(chunk, clock)
-        return state.holding(state.attention._joined(seen))
+        return state.holding(state.attention._joined(seen)) | state.recent_after(chunk)
 
     def _scan(
         self, state: ConstantState, chunk: Chunk, wanted: Bool[Tensor, "b t"] | None
@@ -148,10 +153,11 @@ class CMHP(PointProcess[ConstantState]):
         few = 8 if k.device.type == "cpu" else 32  # the result is the same
         prefixes = AttentionState.scan(q, k, v, chunk.mask, drift=drift, initial=state.attention, chunk=few)
         memory = {"value": prefixes.value[:, -1].clone(), "lse": prefixes.lse[:, -1].clone()}
+        memory |= state.recent_after(chunk)
         held, since = state.attention, self._since(state.start, state.last_time)
-        before = held.value, held.lse, since, state.last_mark, state.last_gap
-        after = prefixes.value, prefixes.lse, clock, chunk.marks, chunk.gaps
+        before, after = (held.value, held.lse, since), (prefixes.value, prefixes.lse, clock)
         parts = [shifted(*pair).flatten(0, 1) for pair in zip(before, after, strict=True)]
+        parts += [windows(*pair).flatten(0, 1) for pair in zip(state.last, chunk[1:3], strict=True)]
         if wanted is None:
             return self._known(*parts).unflatten(0, clock.shape), memory
         index = wanted.flatten().nonzero().squeeze(-1)  # only what is asked for is read
@@ -162,7 +168,7 @@ class CMHP(PointProcess[ConstantState]):
     def _read(self, state: ConstantState) -> Float[Tensor, "b f"]:
         clock = self._since(state.start, state.last_time)
         attention = state.attention
-        return self._known(attention.value, attention.lse, clock, state.last_mark, state.last_gap)
+        return self._known(attention.value, attention.lse, clock, *state.last)
 
     # Inside
 
@@ -208,19 +214,21 @@ class CMHP(PointProcess[ConstantState]):
         value: Float[Tensor, "n depth h s c"],
         lse: Float[Tensor, "n depth h s"],
         clock: Float64[Tensor, "n"],
-        marks: Tensor,
-        gaps: Tensor,
+        gaps: Float64[Tensor, "n k"],
+        marks: Int64[Tensor, "n k"],
     ) -> Float[Tensor, "n d"]:
-        """What n states, each with its last event, tell of the next one."""
+        """What n states, each with its last events, tell of the next one."""
         now = clock[:, None, None, None]
         value = value.to(self.dtype)
         if self.relative_time:
             value = _turned(value, -now)
         latents = self.latents.expand(len(value), -1, -1)
-        levels = self.stack.read(AttentionState(value, lse, marks), latents)
+        levels = self.stack.read(AttentionState(value, lse, marks[:, -1]), latents)
         known: Tensor = self.project(levels[-1].flatten(1))
-        if self.last_mark is not None and self.last_gap is not None:
-            known = known + self.last_mark(marks) + self.last_gap(self._standard(gaps))
+        if self.last is not None and self.last_mark is not None and self.last_gap is not None:
+            known = known + self.last(
+                (self.last_mark(marks) + self.last_gap(self._standard(gaps))).flatten(1)
+            )
         if self.mass is not None:
             ago = lse if self.log_rates is None else lse - self.log_rates.exp() * now
             known = known + self.mass(F.softplus(ago).to(known.dtype).flatten(1))

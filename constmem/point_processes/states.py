@@ -10,7 +10,6 @@ from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from constmem.files import read_tensors, write_tensors
-from constmem.state import AttentionState
 
 KIND, VERSION = "constmem.events", 1
 CLOCK = ("start", "last_time", "last_gap", "last_mark", "count")
@@ -97,57 +96,3 @@ class EventState:
     def _mapped(self: S, function: Callable[[Tensor], Tensor]) -> S:
         clock: dict[str, Any] = {name: function(getattr(self, name)) for name in CLOCK}
         return replace(self, **clock, memory={name: function(t) for name, t in self.memory.items()})
-
-
-@dataclass(frozen=True, eq=False)
-class ConstantState(EventState):
-    """A state whose memory is an `AttentionState`: as large after a million events as after one.
-
-    States of parts of one stream merge, if all count time from one start. A part that begins in the middle
-    is conditioned on from `model.empty(start, last_time=...)`, which knows when the event before it was.
-    """
-
-    @property
-    def attention(self) -> AttentionState:
-        """The memory and its algebra."""
-        return AttentionState(self.memory["value"], self.memory["lse"], self.count, self.fingerprint)
-
-    def holding(self, attention: AttentionState) -> dict[str, Tensor]:
-        """The memory that an attention state makes."""
-        return {"value": attention.value, "lse": attention.lse}
-
-    def merge(self, other: "ConstantState") -> "ConstantState":
-        """The state of both parts of the streams; the last event is that of the later part."""
-        self._require_one_clock(other, "merge")
-        joined = self.attention.merge(other.attention)
-        theirs = (other.count > 0) & ((self.count == 0) | (other.last_time > self.last_time))
-        nothing = (self.count == 0) & (other.count == 0)
-        theirs = torch.where(nothing, other.last_time > self.last_time, theirs)
-        clock = {
-            name: torch.where(theirs, getattr(other, name), getattr(self, name))
-            for name in ("last_time", "last_gap", "last_mark")
-        }
-        return replace(
-            self, **clock, count=joined.count, memory=self.holding(joined), fingerprint=joined.fingerprint
-        )
-
-    def remove(self, other: "ConstantState", *, max_share: float = 0.999) -> "ConstantState":
-        """The state without an earlier part of the streams: undoes `merge`, the last event stays."""
-        self._require_one_clock(other, "remove")
-        if bool(((other.count > 0) & (other.last_time >= self.last_time)).any()):
-            k = int(((other.count > 0) & (other.last_time >= self.last_time)).nonzero()[0])
-            raise ValueError(
-                f"the part to remove from stream {k} holds its last event, at {self.last_time[k].item()}: "
-                "nobody remembers the one before: remove earlier events, or condition again on those to keep"
-            )
-        left = self.attention.remove(other.attention, max_share=max_share)
-        return replace(self, count=left.count, memory=self.holding(left))
-
-    def _require_one_clock(self, other: "ConstantState", verb: str) -> None:
-        if not isinstance(other, ConstantState):
-            raise TypeError(f"cannot {verb} a ConstantState and a {type(other).__name__}")
-        if self.start.shape != other.start.shape or not torch.equal(self.start, other.start):
-            raise ValueError(
-                f"cannot {verb} states that count time from different starts ({self.start.tolist()} and "
-                f"{other.start.tolist()}): condition both with the t_start of the whole stream"
-            )
