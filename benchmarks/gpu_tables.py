@@ -103,6 +103,31 @@ def phases() -> str:
     return table(("", "", "ms", "literal"), lines)
 
 
+def summary() -> list[str]:
+    """The lines of the README's table that a GPU is good for."""
+    lines = []
+    names = {"half": "half precision", "tf32": "TF32"}
+    for row in of("condition"):
+        if row["points"] == 10**6 and row["how"] in names:
+            ratios = f"**{row['times_the_literal']:g}x** the rate ({row['times_at_once']:g}x at once)"
+            lines.append(f"| condition on 1e6 points, {names[row['how']]} | {ratios} | 1x |")
+    for row in of("update"):
+        if row["how"] == "half" and row["streams"] in (1, 4096):
+            what = f"update by one point, {_counted(row['streams'], 'stream')}"
+            lines.append(f"| {what} | **{row['times_the_literal']:,.0f}x** faster, {_ms(row)} ms | 1x |")
+    lines += [
+        f"| read | **{row['times_the_literal']:.0f}x** faster, {_ms(row)} ms | 1x |"
+        for row in of("read")
+        if "replayed" in row["how"]
+    ]
+    lines += [
+        f"| extra peak, forward and backward, context of 1e6 | {row['extra_bytes'] / 1e6:.0f} MB | |"
+        for row in of("training")
+        if row["points"] == 10**6
+    ]
+    return [f"| *on {content('gpu')['device']}* | | |", *lines] if lines else []
+
+
 def whole_layers() -> str:
     """Forward and backward of layers as one operator each, and of PyTorch's operators."""
     found: dict[str, dict[str, Any]] = {}

@@ -56,7 +56,7 @@ def measured() -> str:
     lines.append(f"| update by one point | **{r['ratio']}x** faster | 1x |")
     r = one["update by one point after 1e6 points and after 1e3"]
     lines.append(f"| time of an update after 1e6 points over that after 1e3 | {r['ratio']} | |")
-    return "\n".join(lines)
+    return "\n".join(lines + gpu_tables.summary())
 
 
 def numbers() -> str:
