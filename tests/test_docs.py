@@ -70,7 +70,7 @@ def test_public_names_are_sorted_and_documented() -> None:
     assert all(getattr(constmem, name).__doc__ for name in names)
 
 
-@pytest.mark.parametrize("dataset", ["emnist"])
+@pytest.mark.parametrize("dataset", ["emnist", "celeba32"])
 def test_the_recipes_of_today_are_those_that_made_the_committed_rows(dataset: str) -> None:
     content = json.loads((ROOT / "benchmarks" / "results" / f"{dataset}.json").read_text())
     assert "--set" not in content["command"]
