@@ -80,7 +80,7 @@ class CrossAttention(nn.Module):
         context: Float[Tensor, "b n d"],
         mask: Bool[Tensor, "b n"] | None = None,
     ) -> Float[Tensor, "b m d"]:
-        half = layers.half(self.norm.weight, x, context)
+        half = layers.half(self.norm.weight, x, context) if len(x) == len(context) else None
         if half is not None and self.attention.fits_whole(context, half):
             return self.attention.whole(x, context, mask, self.norm, self.norm_context, self.normed, half)
         normed = self.norm(x)
@@ -151,7 +151,7 @@ class _Attention(nn.Module):
         half: bool,
     ) -> Float[Tensor, "b m d"]:
         """The whole layer as one operator; without a context x attends to itself."""
-        weights = self.query.weight, self.key_value.weight, *self.out.parameters()
+        weights = self.query.weight, self.key_value.weight, self.out.weight, self.out.bias
         return whole_attention.attention(
             x, context, mask, norm, norm_context, *weights, heads=self.num_heads, normed=normed, half=half
         )
@@ -171,7 +171,8 @@ class FeedForward(nn.Module):
     def forward(self, x: Float[Tensor, "b m d"]) -> Float[Tensor, "b m d"]:
         half = layers.half(self.norm.weight, x)
         if half is not None and feed_forward.fits(*self.contract.weight.shape, half, x.device.index):
-            weights = *self.norm.parameters(), *self.expand.parameters(), *self.contract.parameters()
+            layers_of = self.norm, self.expand, self.contract
+            weights = [t for layer in layers_of for t in (layer.weight, layer.bias)]
             return feed_forward.feed_forward(x, *weights, eps=self.norm.eps, normed=self.normed, half=half)
         normed = self.norm(x)
         content, gate = self.expand(normed).chunk(2, -1)

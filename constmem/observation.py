@@ -133,6 +133,8 @@ class Observation(nn.Module):
         prepared, memory = self.prepared(), self._memory
         if memory is None or memory.prepared is not prepared or not _extensible(state, data):
             return None
+        if state.value.shape[1:] != prepared.queries.shape:
+            return None
         layers = [] if embed is None else embed.weights()
         if gpu.usable(data.device):
             found = gpu.attempt(lambda: self._extended_by_kernels(memory, state, data, layers))
@@ -160,9 +162,11 @@ class Observation(nn.Module):
     ) -> tuple[Tensor, Tensor] | None:
         """Value and lse by the CPU's machine code or the GPU's kernels, where either serves."""
         memory = self._memory
-        if memory is None or memory.prepared is not prepared or data.shape[1] == 0:
-            return None
         layers = [] if embed is None else embed.weights()
+        width = layers[0][0].shape[1] if layers else self.dim
+        if memory is None or memory.prepared is not prepared or data.shape[1] == 0 or data.shape[2] != width:
+            return None
+        bias = None if bias is None else bias.expand(data.shape[:2])
         if gpu.usable(data.device):
             return gpu.attempt(lambda: self._by_kernels(memory, data, bias, layers))
         plan = self._plan(memory, data, layers)

@@ -92,7 +92,6 @@ def train(
     source = open_source(run.dataset, run.recipe, data_dir=data_dir, device=where, table=table)
     source.prepare(model)
     _prepare_folder(run, out, resume, table, where)
-    _set_precision(run.recipe.precision)
     peak = Peak(where)
     optimiser = _optimiser(model, run.recipe, where)
     ragged = run.recipe.sampling == "ragged"  # lengths and seeds are needed here: no device is waited for
@@ -111,7 +110,11 @@ def train(
     every = validate_every or run.recipe.validate_every
     last = min(run.recipe.steps, stop_after or run.recipe.steps)
     saved = time.monotonic()
-    with progress(f"{run.dataset}/{run.model}", run.recipe.steps) as report, _interruptible() as interrupted:
+    with (
+        _arithmetic(run.recipe.precision, where),
+        progress(f"{run.dataset}/{run.model}", run.recipe.steps) as report,
+        _interruptible() as interrupted,
+    ):
         while done < last:
             loss = step_of(_rate(run.recipe, done))
             done += 1
@@ -214,9 +217,18 @@ def _stepper(
     return at_rate
 
 
-def _set_precision(precision: str) -> None:
-    torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
-    torch.backends.cudnn.allow_tf32 = precision != "float32"
+@contextlib.contextmanager
+def _arithmetic(precision: str, where: torch.device) -> Iterator[None]:
+    """A recipe's arithmetic on a GPU, and float32 on a CPU, while it lasts: settings are a process's."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    exact = precision == "float32" or where.type != "cuda"
+    torch.set_float32_matmul_precision("highest" if exact else "high")
+    torch.backends.cudnn.allow_tf32 = not exact
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
 
 
 def own_data(folder: Path) -> Table | EventLog | None:

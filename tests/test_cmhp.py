@@ -278,3 +278,57 @@ def test_training_on_a_long_stream_needs_the_memory_of_one_chunk(peak: Peak) -> 
     dense = peak(lambda: step(events, 1600))
     assert large - small_peak < MB / 8
     assert dense > 2 * large
+
+
+def part(times: list[float], marks: list[int], last_time: float | None = None) -> Any:
+    """The state of some events of a stream watched from 0 on, whose event before them was at `last_time`."""
+    model = small("cmhp")
+    start = torch.zeros(1, dtype=torch.float64)
+    state = model.empty(start, last_time=None if last_time is None else start + last_time)
+    with torch.no_grad():
+        return model.update(state, torch.tensor([times]).double(), torch.tensor([marks]))
+
+
+def remembered(state: Any) -> list[list[float]]:
+    gaps, marks = state.last
+    return [gaps[0].tolist(), marks[0].tolist()]
+
+
+def test_simultaneous_events_across_a_cut_keep_their_order_in_any_order_of_merging() -> None:
+    whole = part([1.0, 5.0, 5.0, 6.0], [0, 1, 2, 0])
+    first, second = part([1.0, 5.0], [0, 1]), part([5.0, 6.0], [2, 0], last_time=5.0)
+    for merged in (first.merge(second), second.merge(first)):
+        assert remembered(merged) == remembered(whole) == [[1.0, 4.0, 0.0, 1.0], [0, 1, 2, 0]]
+    ends = part([1.0, 5.0], [0, 1]).merge(part([5.0], [2], last_time=5.0))
+    assert int(ends.last_mark) == 2
+
+
+def test_removing_forgets_the_events_of_the_part_and_no_others() -> None:
+    first, second = part([1.0, 5.0], [0, 1]), part([5.0, 6.0], [2, 0], last_time=5.0)
+    assert remembered(first.merge(second).remove(first)) == remembered(second)
+    before, middle, after = (
+        part([1.0, 2.0], [0, 1]), part([3.0], [2], last_time=2.0), part([4.0], [1], last_time=3.0)
+    )  # fmt: skip
+    assert remembered(before.merge(middle).merge(after).remove(middle)) == remembered(before.merge(after))
+
+
+def test_a_state_of_nothing_can_be_saved_and_others_share_no_memory(tmp_path: Path) -> None:
+    nothing = small("cmhp").empty(torch.zeros(1, dtype=torch.float64))
+    nothing.save(tmp_path / "a")
+    assert remembered(type(nothing).load(tmp_path / "a")) == [[0.0] * 4, [-2] * 4]
+    many = part([0.01 * i for i in range(1, 500)], [0] * 499)
+    assert many.memory["recent_times"].untyped_storage().nbytes() == 3 * 8
+
+
+def test_states_that_remember_other_numbers_of_events_are_not_merged() -> None:
+    four, two = (
+        small("cmhp", last_events=k).train().empty(torch.zeros(1, dtype=torch.float64)) for k in (4, 2)
+    )
+    with pytest.raises(ValueError, match="4 and 2 last events"):
+        four.merge(two)
+
+
+@pytest.mark.parametrize("wrong", [-1, True, 1.5])
+def test_a_number_of_last_events_that_makes_no_sense_is_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="last_events"):
+        small("cmhp", last_events=wrong)

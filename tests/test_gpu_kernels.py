@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from torch import Tensor
 from constmem import CMANP, checks
 from constmem.kernels import gpu, graphs, native
 from constmem.observation import Observation
+from constmem.state import AttentionState
 
 has_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 KINDS = "plain", "masked", "weighted", "embedded", "sharp"
@@ -249,6 +251,29 @@ def test_a_read_that_comes_again_is_captured_once_and_gives_fresh_tensors(captur
         assert all(torch.equal(a, b) for a, b in zip(read, expected, strict=True))
     assert len(captures) == 1
     assert copy.deepcopy(model)._graphs._captured == {}
+
+
+@pytest.mark.usefixtures("captures")
+def test_threads_that_replay_one_graph_get_their_own_results() -> None:
+    model = CMANP(dim_x=1, dim_y=1, **SMALL).eval()
+    values = [torch.randn(1, *model.layout).double() for _ in range(4)]
+    wrong = []
+
+    def reads(value: Tensor) -> None:
+        with torch.no_grad():
+            expected = model._read(value)
+            wrong.extend(i for i in range(100) if not torch.equal(model.read(state_of(value)), expected))
+
+    threads = [threading.Thread(target=reads, args=(value,)) for value in values]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def state_of(value: Tensor) -> AttentionState:
+    return AttentionState(value, value[..., 0], torch.ones(1, dtype=torch.int64))
 
 
 @torch.no_grad()

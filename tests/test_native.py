@@ -15,6 +15,7 @@ from torch import Tensor
 
 from constmem import CMAB, CMANP
 from constmem.algebra import EMPTY
+from constmem.block import CMABStack
 from constmem.embed import MLP
 from constmem.kernels import compiled, native
 from constmem.neural_processes import Scales
@@ -294,3 +295,18 @@ def test_the_same_points_give_the_same_bits_every_time() -> None:
     for state in states[1:]:
         assert torch.equal(state.value, states[0].value)
         assert torch.equal(state.lse, states[0].lse)
+
+
+@torch.no_grad()
+def test_shapes_that_do_not_fit_never_reach_machine_code() -> None:
+    stack = CMABStack(depth=1, dim=16, num_slots=4, num_heads=2)
+    tokens, mask = torch.randn(3, 10, 16), torch.rand(1, 10) < 0.5
+    whole = stack.observe(tokens, mask.expand(3, -1))
+    assert torch.equal(stack.observe(tokens, mask).lse, whole.lse)  # as PyTorch would broadcast it
+    for width in (8, 40):
+        with pytest.raises(RuntimeError):
+            stack.observe(tokens[..., :1].expand(-1, -1, width))
+    with pytest.raises(RuntimeError):
+        stack.observe(tokens, torch.ones(3, 9, dtype=torch.bool))
+    other = CMABStack(depth=1, dim=16, num_slots=64, num_heads=2).observe(tokens)
+    assert stack.observation.extended(other, tokens[:, :1]) is None

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +56,27 @@ def test_training_changes_the_weights_and_lowers_the_loss(tmp_path: Path) -> Non
     assert losses[-1] < losses[0]
     fresh = train.build(run).state_dict()
     assert any(not torch.equal(fresh[name], t) for name, t in weights(tmp_path).items())
+
+
+def test_training_leaves_the_arithmetic_of_the_process_alone_and_a_cpu_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    rate = train._rate
+
+    def watched(*given: Any) -> float:
+        seen.append(torch.get_float32_matmul_precision())
+        return rate(*given)
+
+    monkeypatch.setattr(train, "_rate", watched)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        train.train(small_run(), out=tmp_path)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert set(seen) == {"highest"}  # though the recipe would have a GPU round
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ other precisions and weights that lie elsewhere. What it returns is a copy: noth
 written to again.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -38,6 +39,7 @@ class Graphs:
     def __init__(self) -> None:
         self._captured: dict[object, _Captured] = {}
         self._calls: dict[object, int] = {}
+        self._one_at_a_time = threading.Lock()  # on one CUDA stream, as PyTorch's threads are by default
 
     def __deepcopy__(self, _: Any) -> "Graphs":
         return Graphs()
@@ -69,10 +71,11 @@ class Graphs:
             self._calls.clear()
             self._captured[key] = found
         held = self._captured[key]
-        for here, new in zip(held.given, given, strict=True):
-            here.copy_(new)
-        held.graph.replay()
-        copied: Result = _copied(held.result)
+        with self._one_at_a_time:
+            for here, new in zip(held.given, given, strict=True):
+                here.copy_(new)
+            held.graph.replay()
+            copied: Result = _copied(held.result)
         return copied
 
 
@@ -83,7 +86,13 @@ def _copied(result: Any) -> Any:
 
 def _capture(work: Callable[..., Any], given: tuple[Tensor, ...], weights: list[Tensor]) -> _Captured:
     given = tuple(t.clone() for t in given)
-    with torch.cuda.device(given[0].device):
+    autocast = torch.autocast(  # weights cast before would be read where they no longer are
+        "cuda",
+        torch.get_autocast_dtype("cuda"),
+        enabled=torch.is_autocast_enabled("cuda"),
+        cache_enabled=False,
+    )
+    with autocast, torch.cuda.device(given[0].device):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -59,8 +59,8 @@ def _forward(
     D: tl.constexpr, C: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """A tile of one task's queries through the layer."""
-    task, ds = tl.program_id(1), tl.arange(0, D)
-    rows = tl.program_id(0) * M + tl.arange(0, M)
+    task, ds = tl.program_id(0), tl.arange(0, D)  # the only axis without a limit is that of tasks
+    rows = tl.program_id(1) * M + tl.arange(0, M)
     x, y, out = x + task * m * D, y + task * n * D, out + task * m * D
     tokens = normed_rows(y, y_scale, y_shift, tl.arange(0, N), n, eps, D).to(OPERANDS)
     seen = _seen(mask, task, n, MASKED, N)
@@ -90,8 +90,8 @@ def _backward(
     D: tl.constexpr, C: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one head's q, k and v in one task, and the head's result."""
-    task, ds = tl.program_id(1), tl.arange(0, D)
-    own = (ds // C == tl.program_id(0))[None, :]
+    task, ds = tl.program_id(0), tl.arange(0, D)
+    own = (ds // C == tl.program_id(1))[None, :]
     x, y, grad = x + task * m * D, y + task * n * D, grad + task * m * D
     keys, seen = tl.arange(0, N), _seen(mask, task, n, MASKED, N)
     tokens = normed_rows(y, y_scale, y_shift, keys, n, eps, D).to(OPERANDS)
@@ -139,7 +139,7 @@ def forward(
     """Write the layer's result; `weights`: scale and shift of x and of y, then q's, kv's, out's, a bias."""
     tiles = _tiles(x, y, heads, FORWARD if y.shape[1] <= 128 else WIDE, half)
     launch(
-        _forward, (triton.cdiv(x.shape[1], tiles["M"]), len(x)), x, y, y if mask is None else mask, *weights,
+        _forward, (len(x), triton.cdiv(x.shape[1], tiles["M"])), x, y, y if mask is None else mask, *weights,
         out, x.shape[1], y.shape[1], eps, tiles["C"] ** -0.5, MASKED=mask is not None, NORMED=normed, **tiles,
     )  # fmt: skip
 
@@ -159,7 +159,7 @@ def backward(
     """Write the heads' results and the gradients of q and of k and v; `weights` but the last bias."""
     tiles = _tiles(x, y, heads, BACKWARD, half)
     launch(
-        _backward, (heads, len(x)), x, y, y if mask is None else mask, *weights, grad, *found,
+        _backward, (len(x), heads), x, y, y if mask is None else mask, *weights, grad, *found,
         x.shape[1], y.shape[1], eps, tiles["C"] ** -0.5, MASKED=mask is not None, **tiles,
     )  # fmt: skip
 

@@ -72,7 +72,7 @@ class PointProcess(EventModel, Generic[S]):
                 merged with the parts before it.
         """
         start = start.to(self.device, torch.float64)
-        last = start if last_time is None else last_time.to(self.device, torch.float64)
+        last = start.clone() if last_time is None else last_time.to(self.device, torch.float64)
         zero = torch.zeros_like(start, dtype=torch.int64)
         nothing = torch.full_like(zero, MarkEmbedding.NOTHING)
         memory = self._blank(len(start))

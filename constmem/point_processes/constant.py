@@ -58,7 +58,9 @@ class ConstantState(EventState):
         """The state of both parts of the streams; the last events are the latest of both."""
         self._require_one_clock(other, "merge")
         joined = self.attention.merge(other.attention)
-        theirs = (other.count > 0) & ((self.count == 0) | (other.last_time > self.last_time))
+        same, after = other.last_time == self.last_time, other.last_time > self.last_time
+        after = after | (same & (other.last_gap == 0) & (self.last_gap > 0))  # the later of simultaneous ones
+        theirs = (other.count > 0) & ((self.count == 0) | after)
         nothing = (self.count == 0) & (other.count == 0)
         theirs = torch.where(nothing, other.last_time > self.last_time, theirs)
         clock = {
@@ -67,7 +69,7 @@ class ConstantState(EventState):
         }
         memory = self.holding(joined)
         if RECENT[0] in self.memory:
-            memory |= _recent(*_latest(self._remembered, other._remembered))
+            memory |= _recent(*_latest(other._remembered, self._remembered))
         return replace(self, **clock, count=joined.count, memory=memory, fingerprint=joined.fingerprint)
 
     def remove(self, other: "ConstantState", *, max_share: float = 0.999) -> "ConstantState":
@@ -82,14 +84,20 @@ class ConstantState(EventState):
         left = self.attention.remove(other.attention, max_share=max_share)
         memory = self.holding(left)
         if RECENT[0] in self.memory:
-            times, gaps, marks = self._remembered
-            gone = (times <= other.last_time[:, None]) & (other.count > 0)[:, None]
-            memory |= _recent(*_without((times, gaps, marks), gone))
+            pairs = zip(self._remembered, other._remembered, strict=True)
+            same = [mine[:, :, None] == theirs[:, None, :] for mine, theirs in pairs]
+            gone = (same[0] & same[1] & same[2]).any(-1)  # whoever removes them remembers them too
+            memory |= _recent(*_latest(_without(self._remembered, gone)))
         return replace(self, count=left.count, memory=memory)
 
     def _require_one_clock(self, other: "ConstantState", verb: str) -> None:
         if not isinstance(other, ConstantState):
             raise TypeError(f"cannot {verb} a ConstantState and a {type(other).__name__}")
+        kept, theirs = (state._remembered[0].shape[1] for state in (self, other))
+        if kept != theirs:
+            raise ValueError(
+                f"cannot {verb} states that remember {kept} and {theirs} last events: take those of one model"
+            )
         if self.start.shape != other.start.shape or not torch.equal(self.start, other.start):
             raise ValueError(
                 f"cannot {verb} states that count time from different starts ({self.start.tolist()} and "
@@ -101,21 +109,24 @@ def nothing_recent(batch: int, events: int, device: torch.device) -> dict[str, T
     """The memory of no events, where `events` of them are to be remembered one by one."""
     if events <= 1:
         return {}
-    zeros = torch.zeros(batch, events, dtype=torch.float64, device=device)
+    zeros = torch.zeros(batch, events, dtype=torch.float64, device=device)  # `_recent` copies
     return _recent(zeros, zeros, torch.full_like(zeros, MarkEmbedding.NOTHING, dtype=torch.int64))
 
 
 def _recent(*last: Tensor) -> dict[str, Tensor]:
     """The memory of the last events, but for the very last, which the clock knows."""
-    return {name: each[:, :-1] for name, each in zip(RECENT, last, strict=True)}
+    return {name: each[:, :-1].clone() for name, each in zip(RECENT, last, strict=True)}
 
 
-def _latest(own: Recent, others: Recent) -> Recent:
-    """The latest of the last events of two parts; of simultaneous ones our own are the later."""
-    times, gaps, marks = (torch.cat([theirs, mine], 1) for mine, theirs in zip(own, others, strict=True))
-    times, gaps, marks = _without((times, gaps, marks), marks == MarkEmbedding.NOTHING)
-    order = torch.where(marks == MarkEmbedding.NOTHING, -torch.inf, times).argsort(dim=1, stable=True)
-    kept = order[:, own[0].shape[1] :]
+def _latest(*parts: Recent) -> Recent:
+    """The latest of the last events of some parts, as many as one has; of simultaneous ones without a gap
+    between them those of the last part are the later."""
+    times, gaps, marks = (torch.cat(each, 1) for each in zip(*parts, strict=True))
+    nothing = marks == MarkEmbedding.NOTHING
+    times, gaps, marks = _without((times, gaps, marks), nothing)
+    order = (gaps == 0).long().argsort(dim=1, stable=True)
+    by_time = torch.where(nothing, -torch.inf, times).gather(1, order).argsort(dim=1, stable=True)
+    kept = order.gather(1, by_time)[:, times.shape[1] - parts[0][0].shape[1] :]
     return times.gather(1, kept), gaps.gather(1, kept), marks.gather(1, kept)
 
 
