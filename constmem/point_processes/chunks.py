@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import Bool, Float64, Int64, Shaped
 from torch import Tensor
 
 from constmem.data import Events
@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
         last = each.gather(1, index.expand(-1, 1, *each.shape[2:])).squeeze(1)
         return torch.where((count > 0).reshape(-1, *[1] * (last.ndim - 1)), last, before)
 
-    def latest(self, each: Float[Tensor, "b t"], before: Float[Tensor, "b k"]) -> Float[Tensor, "b k"]:
+    def latest(self, each: Shaped[Tensor, "b t"], before: Shaped[Tensor, "b k"]) -> Shaped[Tensor, "b k"]:
         """The entries of each stream's last k events, oldest first, from those before."""
         k, joined = before.shape[1], torch.cat([before, each], 1)
         if self.mask is None:
@@ -56,7 +56,7 @@ def shifted(before: Tensor, each: Tensor) -> Tensor:
     return torch.cat([before[:, None], each[:, :-1]], 1)
 
 
-def windows(before: Float[Tensor, "b k"], each: Float[Tensor, "b t"]) -> Float[Tensor, "b t k"]:
+def windows(before: Shaped[Tensor, "b k"], each: Shaped[Tensor, "b t"]) -> Shaped[Tensor, "b t k"]:
     """The k entries before each event, oldest first, from those before all of them."""
     return torch.cat([before, each[:, :-1]], 1).unfold(1, before.shape[1], 1)
 
