@@ -310,3 +310,14 @@ def test_shapes_that_do_not_fit_never_reach_machine_code() -> None:
         stack.observe(tokens, torch.ones(3, 9, dtype=torch.bool))
     other = CMABStack(depth=1, dim=16, num_slots=64, num_heads=2).observe(tokens)
     assert stack.observation.extended(other, tokens[:, :1]) is None
+
+
+@pytest.mark.parametrize("where", ["token", "weight"])
+@torch.no_grad()
+def test_what_is_not_a_number_is_not_taken_for_nothing(where: str) -> None:
+    stack = CMABStack(depth=1, dim=16, num_slots=4, num_heads=2)
+    tokens, weight = torch.randn(1, 10, 16), torch.zeros(1, 10)
+    (tokens[0, 3] if where == "token" else weight[0, 3:4]).fill_(torch.nan)
+    state = stack.observe(tokens, None, weight)
+    assert bool(state.lse.isnan().all())
+    assert bool(state.value.isnan().all())

@@ -77,7 +77,7 @@ static double join(const Plan& p, const Partial* parts, long count, long at, boo
         rounded += scale * part.rounded[at];
         for (long k = 0; k < c; k++) out[k] += scale * acc[k * LANES];
     }
-    if (!(all > 0)) return EMPTY;
+    if (all == 0) return EMPTY;  // what is not a number stays none
     const double first = 1 / (coarse ? rounded : all), others = 1 / all;
     for (long k = 0; k < c; k++) out[k] = out[k] * (k < SUMS ? first : others) + p.value_shift[head * c + k];
     return (m + std::log2(all)) * LN2;
