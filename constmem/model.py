@@ -123,6 +123,21 @@ class Model(nn.Module, ABC):
         self.to(next((tensor.dtype for tensor in own), self.dtype))
         self.load_state_dict(dict(tensors))
 
+    def _require_made_here(self, state: Any) -> None:
+        """Refuse a state on another device, or made by other weights."""
+        device = self.device
+        if state.device != device:
+            raise ValueError(
+                f"the state is on {state.device}, the model on {device}: use state.to({str(device)!r})"
+            )
+        if torch.compiler.is_compiling() or state.fingerprint is None:
+            return
+        if not self._learns() and state.fingerprint != self.fingerprint():
+            raise ValueError(
+                f"this state was made by other weights (fingerprint {state.fingerprint}, this model "
+                f"{self.fingerprint()}): condition again with this model"
+            )
+
     def _learns(self) -> bool:
         return torch.is_grad_enabled() and any(p.requires_grad for p in self.observing_parameters())
 

@@ -102,6 +102,7 @@ _TINY: dict[str, Any] = {  # learns to look at its context, which takes a thousa
     "embed_depth": 3, "residual": "raw",
 }  # fmt: skip
 _MATCHED = {"depth": 3}  # a CMANP with about as many parameters as LBANP
+VARIANTS: dict[str, dict[str, Any]] = {"tiny": _TINY, "small": _SMALL, "matched": _MATCHED}  # of points
 
 
 def recipe(dataset: str, model: str, name: str = "improved") -> Recipe:
@@ -125,8 +126,7 @@ def recipe(dataset: str, model: str, name: str = "improved") -> Recipe:
     dim_x, dim_y, max_points, steps, batch = DATASETS[dataset]
     settings: dict[str, Any] = {"dim_x": dim_x, "dim_y": dim_y}
     settings |= _architecture(dataset, base_model)
-    variants: dict[str, dict[str, Any]] = {"": {}, "tiny": _TINY, "small": _SMALL, "matched": _MATCHED}
-    settings |= variants[known("variant", variant, variants)]
+    settings |= VARIANTS[known("variant", variant, VARIANTS)] if variant else {}
     if name == "faithful":
         return Recipe(
             steps=steps, batch=batch, optimiser="adam", lr=5e-4, warmup=0, clip=0.0, precision="tf32",

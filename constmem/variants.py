@@ -4,9 +4,7 @@ from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
-from constmem.recipes import EVENT_MODELS, recipe
-
-OF_POINTS = ("tiny", "small", "matched")  # that recipes know
+from constmem.recipes import EVENT_MODELS, VARIANTS, recipe
 
 
 def variants(name: str, models: Mapping[str, type[Any]]) -> list[str]:
@@ -20,7 +18,7 @@ def variants(name: str, models: Mapping[str, type[Any]]) -> list[str]:
     if name in EVENT_MODELS:  # their recipes refuse other variants themselves
         return []
     taken = signature(models[name]).parameters
-    named = [f"{name}-{variant}" for variant in OF_POINTS]
+    named = [f"{name}-{variant}" for variant in VARIANTS]
     return [variant for variant in named if recipe("gp", variant).model.keys() <= taken.keys()]
 
 

@@ -17,9 +17,9 @@ from constmem.neural_processes import CMANP, NeuralProcess
 from constmem.neural_processes import MODELS as NEURAL_PROCESSES
 from constmem.optimiser import Muon
 from constmem.progress import progress
-from constmem.recipes import changed, recipe
+from constmem.recipes import VARIANTS, changed, recipe
 from constmem.train import Run, StoppedError
-from constmem.variants import OF_POINTS, variants
+from constmem.variants import variants
 
 SMALL = ["steps=12", "batch=4", "warmup=3", "num_targets=8", "model.dim=8", "model.depth=1",
          "model.num_slots=4", "model.num_latents=4", "model.hidden=8", "model.num_heads=2"]  # fmt: skip
@@ -223,11 +223,11 @@ def test_a_variant_that_a_model_does_not_have_is_refused_with_those_it_has(model
 
 
 def test_the_variants_of_a_model_are_those_it_can_be_built_in() -> None:
-    with pytest.raises(ValueError, match=f"there are {', '.join(OF_POINTS)}$"):
+    with pytest.raises(ValueError, match=f"there are {', '.join(VARIANTS)}$"):
         recipe("gp", "cmanp-other")  # the recipes know these and no others
     for name in NEURAL_PROCESSES:
         built = []
-        for variant in OF_POINTS:
+        for variant in VARIANTS:
             model = f"{name}-{variant}"
             with contextlib.suppress(TypeError):
                 NEURAL_PROCESSES[name](**recipe("gp", model).model)

@@ -133,14 +133,4 @@ class PointModel(Model, Generic[S]):
                 f"this state is of another model: it has {state.AXES} "
                 f"{tuple(state.layout)}, this model {self.layout}"
             )
-        if state.device != (device := self.device):
-            raise ValueError(
-                f"the state is on {state.device}, the model on {device}: use state.to({str(device)!r})"
-            )
-        if torch.compiler.is_compiling() or state.fingerprint is None:
-            return
-        if not self._learns() and state.fingerprint != self.fingerprint():
-            raise ValueError(
-                f"this state was made by other weights (fingerprint {state.fingerprint}, this model "
-                f"{self.fingerprint()}): condition again with this model"
-            )
+        self._require_made_here(state)

@@ -119,13 +119,4 @@ class EventModel(Model):
         """Refuse a state of another kind, device or weights."""
         if not isinstance(state, self.state_type):
             raise TypeError(f"expected a state of {type(self).__name__}, not {type(state).__name__}")
-        if state.device != self.device:
-            raise ValueError(
-                f"the state is on {state.device}, the model on {self.device}: "
-                f"use state.to({str(self.device)!r})"
-            )
-        if state.fingerprint is not None and not self._learns() and state.fingerprint != self.fingerprint():
-            raise ValueError(
-                f"this state was made by other weights (fingerprint {state.fingerprint}, this model "
-                f"{self.fingerprint()}): condition again with this model"
-            )
+        self._require_made_here(state)
