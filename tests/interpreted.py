@@ -40,7 +40,8 @@ def ready() -> None:
     from constmem.kernels import triton
 
     for name, precision in triton.PRECISIONS.items():  # of which the interpreter knows only some
-        triton.PRECISIONS[name] = precision._replace(embedding="tf32x3")
+        known = precision.embedding if precision.embedding == "float64" else "tf32x3"
+        triton.PRECISIONS[name] = precision._replace(embedding=known)
     triton.JOINED = 128  # fewer programs, which the interpreter runs one after another
     gpu.TOKENS = 2**14  # so that a few hundred points come in several pieces
     native.library = lambda: None  # type: ignore[assignment]

@@ -166,9 +166,9 @@ def _square(
 
 
 def normed_tokens(plan: Plan, points: Float[Tensor, "n i"]) -> Float[Tensor, "n d"]:
-    """Points through the embedding and the normalisation, in float32, padded."""
+    """Points through the embedding and the normalisation, as exact as can be, padded."""
     tokens = torch.empty(len(points), plan.embedding.shape[-1], device=points.device)
-    _embed(plan, points.contiguous(), tokens, "tf32x3")
+    _embed(plan, points.contiguous(), tokens, "float64")
     return tokens
 
 
