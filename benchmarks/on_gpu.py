@@ -59,12 +59,12 @@ def mode(name: str) -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
     with contextlib.ExitStack() as stack:
         if name.startswith("plain"):
-            stack.enter_context(mock.patch.object(gpu, "usable", return_value=False))
+            stack.enter_context(mock.patch.object(gpu, "usable", lambda _: False))
             torch.set_float32_matmul_precision("highest" if name == "plain float32" else "high")
             if name == "plain bf16":
                 stack.enter_context(torch.autocast("cuda", torch.bfloat16))
         else:
-            stack.enter_context(mock.patch.object(gpu, "precision_of", return_value=name))
+            stack.enter_context(mock.patch.object(gpu, "precision_of", lambda _: name))
             torch.set_float32_matmul_precision("highest")
         try:
             yield

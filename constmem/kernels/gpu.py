@@ -22,7 +22,7 @@ from constmem.kernels.native import coarse, traced
 
 WIDEST = {"half": 128, "tf32": 64, "exact": 64}  # channels of a token
 ROWS = 128  # slots are padded to a multiple of this
-TOKENS = 2**24  # bytes of tokens that exist at a time
+TOKENS = 2**25  # bytes of tokens that exist at a time
 PARTIAL = 2**27  # bytes of unjoined states of many tasks
 OLDEST = 8, 0  # compute capability with asynchronous copies and TF32
 FEW = 512  # states up to which a new point is observed and merged at once: of more, one after the other
