@@ -6,12 +6,14 @@
 The variants are the paper's CMHP, that with each option, all options, and all but each; THP and GRU with and
 without the mark head that sees the gap stand beside them. All are trained by one recipe. Rows are written to
 results/ablation-DATASET.json after every run, by validation NLL with the test's beside; what is there already
-is not done again, and a run that was stopped goes on from its checkpoint.
+is not done again, and a run that was stopped goes on from its checkpoint. event_ablation_picture.py draws
+the rows.
 """
 
 import argparse
 import json
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -163,6 +165,7 @@ def main() -> None:
     )  # fmt: skip
     command = f"python benchmarks/event_ablation.py {given.dataset} --seeds {' '.join(map(str, given.seeds))}"
     command += f" --set {' '.join(changes)}" if changes else ""
+    command += f" --only {shlex.join(given.only)}" if given.only else ""
     ablate(jobs, at_once=given.jobs, command=command)
 
 

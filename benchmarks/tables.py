@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import event_tables
 import gpu_tables
 
-from constmem.comparison import NAMES, Figure, compare, markdown, model_name
+from constmem.comparison import NAMES, compare, markdown, model_name
 from constmem.files import write_text
 from constmem.recipes import EVENTS
 
@@ -151,38 +152,6 @@ def trained(dataset: str) -> str:
     return "\n\n".join([*parts, *([content["note"]] if "note" in content else [])])
 
 
-def ablation(dataset: str) -> str:
-    """What each option of CMHP is worth on a data set; nothing where none was measured yet."""
-    path = ROOT / "benchmarks" / "results" / f"ablation-{dataset}.json"
-    if not path.exists():
-        return ""
-    content = json.loads(path.read_text())
-    lines = [
-        f"### {NAMES.get(dataset, dataset)}, one option at a time",
-        "",
-        "| variant | NLL, validation | NLL, test | time | mark | accuracy | given the gap | parameters | "
-        "steps x batch | device | seeds |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row in content["rows"]:
-        size = f"{row['settings']['steps']:,} x {row['settings']['batch']}"
-        groups.setdefault(json.dumps([row["variant"], size, row["settings"]]), []).append(row)
-    for key, found in groups.items():
-        variant, size, _ = json.loads(key)
-        tests = [row["scores"]["test"] for row in found]
-        cells = [Figure.of([row["validation_nll"] for row in found]).text(3)]
-        cells += [Figure.of([test[k] for test in tests]).text(3) for k in ("nll", "time_nll", "mark_nll")]
-        cells += [
-            Figure.of([test[k] for test in tests]).text(1, percent=True)
-            for k in ("accuracy", "accuracy_given_gap")
-        ]
-        cells += [f"{found[0]['parameters']:,}", size, found[0]["device"], str(len(found))]
-        lines.append(f"| {variant} | {' | '.join(cells)} |")
-    lines += ["", f"`{content['command']}`", *(["", content["note"]] if "note" in content else [])]
-    return "\n".join(lines)
-
-
 def events(dataset: str) -> str:
     """The same of event models, under a heading of its own."""
     table = trained(dataset)
@@ -227,37 +196,6 @@ def _rates(found: list[dict[str, Any]]) -> list[float]:
     return sorted({r["lr"] for r in found})
 
 
-def event_cost() -> str:
-    """Bytes, peak and seconds an event of event models against how many events they have seen."""
-    found = rows("event_cost")
-    lines = [
-        "| | events seen | remembered | extra peak of an update | update | query |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {r['model']} | {r['events']:,} | {_size(r['remembered'])} | {_size(r['peak'])} | "
-        f"{_time(r['update'])} | {_time(r['query'])} |"
-        for r in found
-        if r["what"] == "cost"
-    ]
-    lines += ["", "| time of an update, side by side in one run | |", "|---|---|"]
-    for r in found:
-        if r["what"] == "ratio":
-            spread = f"{r['quartile_low']} to {r['quartile_high']}"
-            lines.append(f"| {r['of']} | {r['ratio']} (quartiles {spread}) |")
-    return "\n".join(lines)
-
-
-def _size(count: int) -> str:
-    if count < 1e5:
-        return f"{count / 1e3:,.1f} kB"
-    return f"{count / MB:,.1f} MB"
-
-
-def _time(seconds: float) -> str:
-    return f"{1e3 * seconds:,.2f} ms"
-
-
 def place(path: Path, name: str, table: str) -> str:
     """The text of a file with a table between its two marks; they must be there."""
     before, mark, rest = path.read_text().partition(f"<!-- {name} -->")
@@ -272,6 +210,7 @@ def documents() -> Iterator[tuple[Path, str, str]]:
     docs = ROOT / "docs"
     yield ROOT / "README.md", "measured", measured()
     yield ROOT / "README.md", "reproduction", reproduction()
+    yield ROOT / "README.md", "events", event_tables.summary()
     yield docs / "idea.md", "numbers", numbers()
     yield docs / "memory.md", "fused", complexity("fused")
     yield docs / "training.md", "optimisers", optimisers()
@@ -280,8 +219,8 @@ def documents() -> Iterator[tuple[Path, str, str]]:
     for dataset in EVENTS:
         yield docs / "event-models.md", dataset, events(dataset)
     for dataset in ("taxi", "mooc"):
-        yield docs / "event-models.md", f"ablation {dataset}", ablation(dataset)
-    yield docs / "event-models.md", "event cost", event_cost()
+        yield docs / "event-models.md", f"ablation {dataset}", event_tables.ablation(dataset)
+    yield docs / "event-models.md", "event cost", event_tables.costs()
     for name, written in gpu_tables.TABLES.items():
         yield docs / "performance.md", name, written() or "*Not measured yet.*"
 

@@ -2,18 +2,21 @@
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import event_ablation
+import event_ablation_picture as picture
+import event_tables
 import numpy as np
 import pytest
 import record
-import tables
 from event_ablation import OPTIONS, ablate, jobs_of, variants
+from matplotlib.image import imread
 
 from constmem.point_processes import CMHP
-from constmem.recipes import PLAIN_CMHP
+from constmem.recipes import PLAIN_CMHP, recipe
 
 TINY = ["steps=4", "batch=4", "warmup=1", "validate_every=2", "model.dim=8", "model.hidden=8"]
 
@@ -94,14 +97,46 @@ def test_seeds_of_a_variant_stand_together_in_the_table(
     options = f"taxi --only gru --seeds 0 1 --data-dir {folder} --runs {folder / 'runs'} --steps 4 --set"
     monkeypatch.setattr(sys, "argv", ["event_ablation.py", *options.split(), *TINY[1:]])
     event_ablation.main()
-    monkeypatch.setattr(tables, "ROOT", folder)
-    text = tables.ablation("taxi")
+    text = event_tables.ablation("taxi")
     (line,) = [line for line in text.splitlines() if line.startswith("| gru")]
     assert line.endswith("| 2 |")
     assert "±" in line
     assert "4 x 4" in line
     assert "`python benchmarks/event_ablation.py taxi --seeds 0 1 --set batch=4" in text
-    assert tables.ablation("mooc") == ""
+    assert "--only gru`" in text
+    assert event_tables.ablation("mooc") == ""
+
+
+def test_the_picture_shows_what_an_option_saves_and_what_seeds_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nll = {"faithful": [3.0, 5.0], "all": [1.0]}
+    nll |= {f"faithful + {option}": [4.0 - i] for i, option in enumerate(OPTIONS)}
+    nll |= {f"all - {option}": [1.0 + i / 8] for i, option in enumerate(OPTIONS)}
+    rows = [{"variant": name, "validation_nll": value} for name, found in nll.items() for value in found]
+    assert picture.gains(rows) == {option: (i, i / 8) for i, option in enumerate(OPTIONS)}
+    seeds = [
+        {"model": model, "scores": {"test": {"nll": x}}}
+        for model, x in (("cmhp", 1), ("cmhp", 3), ("gru", 9))
+    ]
+    assert picture.noise(seeds) == pytest.approx(2)
+    for dataset in ("taxi", "mooc"):
+        (tmp_path / f"ablation-{dataset}.json").write_text(json.dumps({"rows": rows}))
+        (tmp_path / f"{dataset}.json").write_text(json.dumps({"rows": seeds}))
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    drawn = imread(picture.picture(("taxi", "mooc"), tmp_path / "a.png"))
+    assert min(drawn.shape[:2]) > 300
+    assert float(drawn[..., :3].std()) > 0.01
+
+
+@pytest.mark.parametrize("dataset", ["taxi", "mooc"])
+def test_committed_rows_are_of_the_variants_of_today(dataset: str) -> None:
+    rows = json.loads((record.RESULTS / f"ablation-{dataset}.json").read_text())["rows"]
+    named = {name: settings for name, (model, settings) in variants().items() if model == "cmhp"}
+    assert [row["variant"] for row in rows] == list(named)
+    made = recipe(dataset, "cmhp")
+    for row in rows:
+        assert row["settings"] == asdict(made) | {"model": made.model | named[row["variant"]]}
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from constmem.point_processes.states import EventState
 
 S = TypeVar("S", bound=EventState, default=EventState)
 POSITIONS = 4096  # of a batch that are read at once, and on a GPU as many as it has MiB, up to:
-MANY = 65_536  # about 0.4 MiB each, while a CMHP of the default size is trained
+MANY = 65_536  # less than half a MiB each, while a CMHP of the default size is trained
 
 
 class PointProcess(EventModel, Generic[S]):
