@@ -126,6 +126,6 @@ def extended(
     launch(
         _extended, grid, points, *embedding, *single, value, lse, merged, merged_lse, tasks, points.shape[-1],
         EMBEDDED=embedded, LAYERS=layers, WIDTH=width, SLOTS=slots, CHANNELS=channels,
-        S=MERGED, C=1 << (channels - 1).bit_length(), D=d, num_warps=4 if embedded else 8,
+        S=MERGED, C=1 << (channels - 1).bit_length(), D=d, num_warps=4 if embedded and d <= 64 else 8,
     )  # fmt: skip
     return merged, merged_lse

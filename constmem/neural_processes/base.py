@@ -257,10 +257,6 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
     def _extended(self, state: S, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int | None) -> S:
         """A state with more points, checked but for their values."""
         self._check_values(x, y, mask, chunk or 4096)
-        return self._joined(state, x, y, mask, chunk)
-
-    def _joined(self, state: S, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int | None) -> S:
-        """A state merged with that of more points, all of them checked."""
         return state.merge(self._seen(x, y, mask, self._chunk() if chunk is None else chunk))
 
     def _condition(self, chunks: Iterable[Chunk]) -> S:

@@ -101,12 +101,11 @@ class CMANP(NeuralProcess):
     ) -> AttentionState:
         if x.shape[1] == 1 and mask is None and not self._learns():
             own_x, own_y, _ = self._scaled((x, y, None))
-            points = torch.cat([own_x, own_y], -1)
-            if checks.surely_finite(points):  # then x and y are, and need not be looked at one by one
-                points, weights = points.to(self.dtype), self._weights_of(state)
-                observation = self.stack.observation
-                found = observation.extended(state, points, embed=self.embed, weights=weights)
-                return self._joined(state, x, y, None, chunk) if found is None else found
+            points, weights = torch.cat([own_x, own_y], -1), self._weights_of(state)
+            observation = self.stack.observation
+            found = observation.extended(state, points.to(self.dtype), embed=self.embed, weights=weights)
+            if found is not None and checks.surely_finite(points):  # asked last: a GPU is at work meanwhile
+                return found
         return super()._extended(state, x, y, mask, chunk)
 
     def _chunk(self) -> int:
