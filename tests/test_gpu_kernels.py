@@ -364,13 +364,17 @@ def test_nothing_is_captured_while_learning(captures: list[Any]) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize(("precision", "tolerance"), [("highest", 1e-5), ("high", 2e-3)])
+@pytest.mark.parametrize("tasks", [1, 3, gpu.FEWEST + 1])
 @torch.no_grad()
-def test_a_gpu_observes_updates_and_reads_as_float64_does(precision: str, tolerance: float) -> None:
+def test_a_gpu_observes_updates_and_reads_as_float64_does(
+    precision: str, tolerance: float, tasks: int
+) -> None:
     torch.set_float32_matmul_precision(precision)
     try:
         model = CMANP.from_pretrained("emnist", device="cuda")
         exact = copy.deepcopy(model).double()
-        x, y = 2 * torch.rand(3, 3000, 2, device="cuda") - 1, torch.rand(3, 3000, 1, device="cuda") - 0.5
+        x = 2 * torch.rand(tasks, 3000, 2, device="cuda") - 1
+        y = torch.rand(tasks, 3000, 1, device="cuda") - 0.5
         state = model.update(model.condition(x[:, :-1], y[:, :-1]), x[:, -1:], y[:, -1:])
         expected = exact.condition(x.double(), y.double())
         assert not gpu._failures
