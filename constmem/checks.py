@@ -1,9 +1,12 @@
 """Checks at the public border: what is wrong, where, and what to do about it."""
 
+from itertools import chain
 from math import isfinite
 
 import torch
 from torch import Tensor
+
+FEW = 32  # numbers that are looked at one by one
 
 
 def finite(name: str, tensor: Tensor, mask: Tensor | None = None, *, first: int = 0) -> None:
@@ -28,8 +31,9 @@ def finite(name: str, tensor: Tensor, mask: Tensor | None = None, *, first: int 
 
 def _sums_up(tensor: Tensor) -> bool:
     """Whether the sum of all numbers is finite: of a few, faster outside of PyTorch."""
-    if tensor.numel() <= 16 and tensor.device.type == "cpu":
-        return all(map(isfinite, tensor.flatten().tolist()))
+    if tensor.numel() <= FEW:
+        every = chain.from_iterable(chain.from_iterable(tensor.tolist()))
+        return all(map(isfinite, every))  # on a GPU, too: they are copied in the time a sum would be
     return isfinite(tensor.detach().sum().item())
 
 
@@ -37,6 +41,8 @@ def surely_finite(*tensors: Tensor) -> bool:
     """Whether one sum over all of them is finite, as none with NaN or infinity is: one wait for a GPU."""
     if torch.compiler.is_compiling():
         return True
+    if len(tensors) == 1 and tensors[0].numel() <= FEW:
+        return _sums_up(tensors[0])
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     sums = [t.detach().sum(dtype=wide) for t in tensors]
     return isfinite(sum(sums[1:], sums[0]).item())
@@ -52,7 +58,7 @@ def points(name: str, tensor: Tensor, dim: int, like: Tensor | None = None, *, d
             f"{name} has shape {tuple(tensor.shape)}, but (batch, points, {dim}) is needed"
             + (": add the missing axes with tensor[None]" if tensor.ndim < 3 else "")
         )
-    if like is not None and tensor.shape[:2] != like.shape[:2]:
+    if like is not None and (tensor.size(0) != like.size(0) or tensor.size(1) != like.size(1)):
         raise ValueError(
             f"{name} has (batch, points) {tuple(tensor.shape[:2])}, but x has {tuple(like.shape[:2])}: "
             "they must be the same"

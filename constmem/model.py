@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from constmem.files import read_tensors, write_tensors, write_text
+from constmem.unchanged import identities
 
 SHIPPED = {path.parent.name: path.parent for path in Path(__file__).parent.glob("pretrained/*/config.json")}
 KIND, VERSION = "constmem.model", 1
@@ -57,7 +58,7 @@ class Model(nn.Module, ABC):
         `parameter.data`, which no version counter counts, it does not see.
         """
         parameters = self._signed_by()
-        key = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
+        key = identities(parameters)
         if self._signature is None or self._signature[0] != key:
             digest = hashlib.sha256(f"{self.name}{json.dumps(self.config, sort_keys=True)}".encode())
             for p in parameters:
@@ -137,6 +138,10 @@ class Model(nn.Module, ABC):
                 f"this state was made by other weights (fingerprint {state.fingerprint}, this model "
                 f"{self.fingerprint()}): condition again with this model"
             )
+
+    def _weights_of(self, state: Any) -> object:
+        """What `_require_made_here` has just known the weights by, if it has: the same while they are."""
+        return None if state.fingerprint is None or self._signature is None else self._signature[0]
 
     def _learns(self) -> bool:
         return torch.is_grad_enabled() and any(p.requires_grad for p in self.observing_parameters())

@@ -20,6 +20,7 @@ from constmem.attention import check_heads
 from constmem.embed import MLP
 from constmem.kernels import gpu, native
 from constmem.state import AttentionState
+from constmem.unchanged import bits_of, identities, products
 
 
 class Prepared(NamedTuple):
@@ -39,6 +40,7 @@ class _Memory(NamedTuple):
     prepared: Prepared
     absorbed: tuple[Tensor, Tensor]
     plans: dict[object, Any]  # of the CPU's machine code or the GPU's kernels, by the embedding they include
+    latest: tuple[object, Any] = (None, None)  # one more point's plan, and by what to know that it holds
 
 
 class Observation(nn.Module):
@@ -83,12 +85,10 @@ class Observation(nn.Module):
         where = parameters[0].device.type
         if torch.is_grad_enabled() or where not in ("cpu", "cuda") or native.traced() or _captured(where):
             return self._prepare()
-        autocast = torch.is_autocast_enabled(where), torch.get_autocast_dtype(where)
-        precision = *autocast, torch.get_float32_matmul_precision()
-        key = parameters[0].dtype, precision, [_identity(p) for p in parameters]
+        key = parameters[0].dtype, products(where), identities(parameters)
         memory = self._memory
         if memory is None or memory.key != key or memory.sum != memory.bits():
-            bits = _bits_of([p.detach() for p in parameters]) if where == "cpu" else bool
+            bits = bits_of([p.detach() for p in parameters]) if where == "cpu" else bool
             prepared = self._prepare()
             memory = _Memory(key, bits, bits(), prepared, _absorbed(prepared), {})
             self._memory = memory
@@ -127,26 +127,52 @@ class Observation(nn.Module):
         return AttentionState.observe(prepared.queries, k, v, mask, log_weight)
 
     def extended(
-        self, state: AttentionState, data: Float[Tensor, "b 1 i"], *, embed: MLP | None = None
+        self,
+        state: AttentionState,
+        data: Float[Tensor, "b 1 i"],
+        *,
+        embed: MLP | None = None,
+        weights: object = None,
     ) -> AttentionState | None:
-        """The state with one point more for each task, where machine code can do it in one call."""
-        prepared, memory = self.prepared(), self._memory
-        if memory is None or memory.prepared is not prepared or not _extensible(state, data):
+        """The state with one point more for each task, where machine code can do it in one call.
+
+        Args:
+            weights: what equals itself only while no weight is replaced or changed in place, here and in
+                `embed`; None if that is not known, and each has to be looked at.
+        """
+        if torch.is_grad_enabled() or not _extensible(state, data):
             return None
-        if state.value.shape[1:] != prepared.queries.shape:
+        kernels = gpu.usable(data.device)
+        if not (0 < data.shape[0] <= gpu.FEW if kernels else native.usable()):
+            return None
+        memory = self._ready(data, embed, weights, kernels)
+        if memory is None or state.value.shape[1:] != memory.prepared.queries.shape:
+            return None
+        plan, given = memory.latest[1], (data, state.value, state.lse)
+        if plan is None:
+            return None
+        found = gpu.attempt(lambda: gpu.extended(plan, *given)) if kernels else native.update(plan, *given)
+        return None if found is None else AttentionState(*found, state.count + 1, state.fingerprint)
+
+    def _ready(self, data: Tensor, embed: MLP | None, weights: object, kernels: bool) -> _Memory | None:
+        """What is remembered, with the latest plan for one more point: by kernels, or machine code."""
+        where = data.device.type
+        memory, key = self._memory, (kernels, where, products(where), weights)
+        if weights and memory and memory.latest[0] == key and memory.sum == memory.bits():
+            return memory
+        prepared, memory = self.prepared(), self._memory
+        if memory is None or memory.prepared is not prepared:
             return None
         layers = [] if embed is None else embed.weights()
-        if gpu.usable(data.device):
-            found = gpu.attempt(lambda: self._extended_by_kernels(memory, state, data, layers))
-            if found is None:
-                return None
-            value, lse = found
+        plan: Any
+        if kernels:
+            plan = gpu.attempt(lambda: self._kernel_plan(memory, layers))
         else:
             plan = self._plan(memory, data, layers)
-            if plan is None or plan.weights.channels != plan.shape[-1]:  # padded channels
-                return None
-            value, lse = native.update(plan, data, state.value, state.lse)
-        return AttentionState(value, lse, state.count + 1, state.fingerprint)
+            if plan is not None and plan.weights.channels != plan.shape[-1]:  # padded channels
+                plan = None
+        self._memory = memory._replace(latest=(key, plan))
+        return self._memory
 
     def chunk(self) -> int:
         """How many tokens are best observed at a time: machine code holds only tiles of them."""
@@ -186,21 +212,12 @@ class Observation(nn.Module):
             value, lse = self._single(F.linear(tokens, *plan.single))
         return value[..., :1, :].double().expand_as(value), lse.double()
 
-    def _extended_by_kernels(
-        self, memory: _Memory, state: AttentionState, data: Tensor, layers: list[tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, Tensor] | None:
-        """Value and lse after one more point each by the GPU's kernels; None of what they cannot take."""
-        plan = self._kernel_plan(memory, layers)
-        if plan is None or not 0 < data.shape[0] <= gpu.FEW:
-            return None
-        return gpu.extended(plan, data, state.value, state.lse)
-
     def _kernel_plan(self, memory: _Memory, layers: list[tuple[Tensor, Tensor]]) -> gpu.Plan | None:
         """How the GPU's kernels observe, where they can."""
         precision = gpu.precision_of(self.slots.dtype)
         if precision is None:
             return None
-        key = precision, *(_identity(t) for layer in layers for t in layer)
+        key = precision, *identities(t for layer in layers for t in layer)
         if key not in memory.plans:
             memory.plans.clear()
             memory.plans[key] = gpu.plan(*self._prepare_exactly(), layers, precision)
@@ -262,19 +279,6 @@ def _is_plain(t: Tensor) -> bool:
     return t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous()
 
 
-def _bits_of(parameters: list[Tensor]) -> Callable[[], object]:
-    """Adds up the bits of small parameters, and of every 61st number of large ones."""
-    if native.usable() and all(p.element_size() >= 4 for p in parameters):
-        return native.Watch(parameters, _stride).sum
-    words = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-    bits = [p.view(-1).view(words[p.element_size()])[:: _stride(p)] for p in parameters]
-    return lambda: [int(b.sum()) for b in bits]
-
-
-def _stride(p: Tensor) -> int:
-    return 61 if p.numel() > 999 else 1
-
-
 def _captured(where: str) -> bool:
     return where == "cuda" and torch.cuda.is_current_stream_capturing()
 
@@ -294,7 +298,3 @@ def _extensible(state: AttentionState, data: Tensor) -> bool:
 
 def _counted(data: Float[Tensor, "b n i"]) -> Tensor:
     return torch.full(data.shape[:1], data.shape[1], device=data.device)
-
-
-def _identity(p: Tensor) -> tuple[int, int]:
-    return p.data_ptr(), 0 if p.is_inference() else p._version

@@ -132,6 +132,45 @@ def update() -> dict[str, Any]:
     return errors(state, exactly(lambda: model.double().condition(x.double(), y.double()))) | by_kernels
 
 
+def extend(*, dim: int, heads: int, slots: int, tasks: int, depth: int) -> dict[str, Any]:
+    """States with one more point each, against points observed and merged in float64; and the launches."""
+    from constmem.kernels import triton, triton_merge
+
+    gpu.precision_of = lambda _: "half"
+    found = observation(dim, heads, slots, 30.0)
+    embed = MLP(dim_in=3, dim_hidden=17, dim_out=dim, depth=depth) if depth else None
+    data = torch.randn(3 if embed else dim, 2, tasks).transpose(0, 2)  # which lie askew
+    wide, wide_embed = copy.deepcopy(found).double(), None if embed is None else copy.deepcopy(embed).double()
+    first = exactly(lambda: wide.observe(data[:, :1].double(), embed=wide_embed))
+    askew = AttentionState(first.value.mT.contiguous().mT, first.lse.clone(), first.count)
+    launch = triton.launch
+    with (
+        mock.patch.object(triton, "launch", wraps=launch) as embeds,
+        mock.patch.object(triton_merge, "launch", wraps=launch) as merges,
+    ):
+        extended = found.extended(askew, data[:, 1:], embed=embed)
+    second = exactly(lambda: first.merge(wide.observe(data[:, 1:].double(), embed=wide_embed)))
+    assert extended is not None
+    return errors(extended, second) | {"launches": [embeds.call_count, merges.call_count]}
+
+
+def changed() -> list[float]:
+    """After a change of each weight in place, how far an update is from one by operators."""
+    gpu.precision_of = lambda _: "exact"
+    torch.manual_seed(0)
+    sizes = {"dim": 16, "depth": 1, "num_slots": 4, "num_latents": 4, "hidden": 16, "num_heads": 2}
+    model = CMANP(dim_x=1, dim_y=1, **sizes).eval()  # type: ignore[arg-type]
+    x, y, differences = torch.randn(1, 1, 1), torch.randn(1, 1, 1), []
+    state = model.empty(1)
+    for parameter in model.observing_parameters():
+        parameter.add_(0.3)
+        state = state.signed(model.fingerprint())
+        found, again = model.update(state, x, y), model.update(state, x, y)
+        expected = exactly(lambda: model.update(state, x, y))  # noqa: B023
+        differences += [float((f.lse - expected.lse).abs().max()) for f in (found, again)]
+    return differences
+
+
 def merge() -> dict[str, float]:
     """The largest difference of merged states from the formula's."""
     torch.manual_seed(0)
@@ -154,7 +193,7 @@ def merge() -> dict[str, float]:
 
 
 CASES: dict[str, Callable[..., Any]] = {
-    case.__name__: case for case in (observe, leaves_out, trained, update, merge)
+    case.__name__: case for case in (observe, leaves_out, trained, update, extend, changed, merge)
 }
 
 if __name__ == "__main__":

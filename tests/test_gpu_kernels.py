@@ -73,6 +73,26 @@ def test_masks_states_of_the_trained_model_updates_and_merges_hold_in_the_kernel
     assert all(d == 0 for name, d in merged.items() if "nothing" in name), merged
 
 
+@has_triton
+def test_one_point_more_takes_one_launch_and_of_many_tasks_two() -> None:
+    sizes = [(16, 1, 70, 3, 2), (33, 3, 5, 1, 3), (16, 2, 5, 16, 0), (40, 1, 5, 17, 1), (100, 2, 3, 1, 2)]
+    names = "dim", "heads", "slots", "tasks", "depth"
+    cases = [dict(zip(names, size, strict=True)) for size in sizes]
+    for case, found in zip(cases, interpreted(*(("extend", case) for case in cases)), strict=True):
+        assert found["failures"] == [], case
+        assert found["launches"] == [int(case["tasks"] > gpu.FEWEST), 1], case
+        assert found["value"] < 1e-5, case
+        assert found["lse"] < 1e-5, case
+        assert found["counted"], case
+
+
+@has_triton
+def test_weights_changed_between_updates_are_seen_by_the_kernels() -> None:
+    (differences,) = interpreted(("changed", {}))
+    assert len(differences) == 2 * 15
+    assert max(differences) < 1e-4
+
+
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has not yet asked for kernels, on a machine that seems to have a GPU."""
@@ -211,6 +231,11 @@ def test_one_sum_tells_whether_all_numbers_are_finite(bad: float) -> None:
         assert not checks.surely_finite(x, spoilt)
         assert not checks.surely_finite(spoilt, y)
     assert not checks.surely_finite(torch.tensor([float("inf")]), torch.tensor([-float("inf")]))
+    for size in (checks.FEW, checks.FEW + 1):  # looked at one by one, and added up
+        points = torch.ones(1, 1, size)
+        assert checks.surely_finite(points)
+        points[0, 0, -1] = bad
+        assert not checks.surely_finite(points)
 
 
 class Replay:
@@ -339,13 +364,17 @@ def test_nothing_is_captured_while_learning(captures: list[Any]) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize(("precision", "tolerance"), [("highest", 1e-5), ("high", 2e-3)])
+@pytest.mark.parametrize("tasks", [1, 3, gpu.FEWEST + 1])
 @torch.no_grad()
-def test_a_gpu_observes_updates_and_reads_as_float64_does(precision: str, tolerance: float) -> None:
+def test_a_gpu_observes_updates_and_reads_as_float64_does(
+    precision: str, tolerance: float, tasks: int
+) -> None:
     torch.set_float32_matmul_precision(precision)
     try:
         model = CMANP.from_pretrained("emnist", device="cuda")
         exact = copy.deepcopy(model).double()
-        x, y = 2 * torch.rand(3, 3000, 2, device="cuda") - 1, torch.rand(3, 3000, 1, device="cuda") - 0.5
+        x = 2 * torch.rand(tasks, 3000, 2, device="cuda") - 1
+        y = torch.rand(tasks, 3000, 1, device="cuda") - 0.5
         state = model.update(model.condition(x[:, :-1], y[:, :-1]), x[:, -1:], y[:, -1:])
         expected = exact.condition(x.double(), y.double())
         assert not gpu._failures

@@ -171,6 +171,43 @@ def test_an_update_by_one_point_is_to_the_bit_what_observing_and_merging_give(ba
     assert torch.allclose(fast.value, whole.value, atol=1e-5)
 
 
+@pytest.mark.parametrize("way", ["in place", "replaced", "behind the counters"])
+@torch.no_grad()
+def test_an_update_by_one_point_sees_weights_change(way: str) -> None:
+    model = CMANP(dim_x=1, dim_y=1, dim=32, depth=1, num_heads=2, num_slots=4, num_latents=4).eval()
+    x, y = torch.randn(1, 1, 1), torch.randn(1, 1, 1)
+    state = model.empty(1).signed(model.fingerprint())
+    for module in (*model.embed.layers, model.stack.observation):
+        for name, parameter in list(module.named_parameters()):
+            model.update(state, x, y)
+            if way == "in place":
+                parameter.add_(0.3)
+            elif way == "replaced":
+                setattr(module, name, torch.nn.Parameter(parameter + 0.3))
+            else:
+                parameter.data.add_(0.3)  # no version counter tells of it, but the bits do
+            state = state.signed(model.fingerprint())
+            found, expected = model.update(state, x, y), copy.deepcopy(model).observe(x, y)
+            torch.testing.assert_close(found.lse, expected.lse, atol=1e-6, rtol=1e-6)
+            torch.testing.assert_close(found.value, expected.value, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("junk", [float("nan"), float("inf")])
+@pytest.mark.parametrize("batch", [3, 40])
+@torch.no_grad()
+def test_an_update_by_one_point_names_what_is_not_finite(junk: float, batch: int) -> None:
+    model = CMANP(dim_x=2, dim_y=1, dim=32, depth=1, num_heads=2, num_slots=4, num_latents=4).eval()
+    model.set_scales(Scales.of(5 + 3 * torch.randn(50, 2), 7 * torch.randn(50, 1)))
+    x, y = torch.randn(batch, 1, 2), torch.randn(batch, 1, 1)
+    state = model.empty(batch)
+    for name, tensor, last in (("y", y, 0), ("x", x, 1)):
+        tensor[2, 0, last] = junk
+        with pytest.raises(ValueError, match=rf"^{name}\[2, 0, {last}\] is {junk}: every value"):
+            model.update(state, x, y)
+    huge = torch.full((batch, 1, 2), 3e38), torch.zeros(batch, 1, 1)  # finite, though their sum is not
+    assert model.update(state, *huge).count.tolist() == [1] * batch
+
+
 @pytest.mark.parametrize("kind", ["lse in float32", "lse too short"])
 @torch.no_grad()
 def test_machine_code_is_never_handed_an_lse_of_another_size_than_the_value(kind: str) -> None:

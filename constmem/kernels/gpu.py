@@ -1,8 +1,8 @@
 """Where a GPU observes and merges by kernels of our own: what they can take, and what happens if they fail.
 
-`triton.py` holds the kernels. It is imported at first use; where Triton is missing, the GPU too old, a size
-beyond what a program can hold, or a launch fails, one line in the log says so and PyTorch's operators serve.
-CONSTMEM_NATIVE=0 switches the kernels off, like the CPU's machine code.
+`triton.py` and `triton_merge.py` hold the kernels. They are imported at first use; where Triton is missing,
+the GPU too old, a size beyond what a program can hold, or a launch fails, one line in the log says so and
+PyTorch's operators serve. CONSTMEM_NATIVE=0 switches the kernels off, like the CPU's machine code.
 """
 
 import functools
@@ -26,6 +26,7 @@ TOKENS = 2**25  # bytes of tokens that exist at a time
 PARTIAL = 2**27  # bytes of unjoined states of many tasks
 OLDEST = 8, 0  # compute capability with asynchronous copies and TF32
 FEW = 512  # states up to which a new point is observed and merged at once: of more, one after the other
+FEWEST = 16  # states up to which every program that merges embeds the point itself: of more, one for all
 PROGRAMS = 8  # that merge, on a multiprocessor
 CHUNK = 2**19  # points a model observes at a time
 _LARGEST_HALF = 3e4
@@ -83,6 +84,12 @@ def _kernels() -> Any:
     except Exception as error:  # Triton's import can fail in many ways, none of which must stop anybody
         _say(f"{type(error).__name__}: {error}")
         return None
+
+
+@functools.cache
+def _merging() -> Any:
+    """The module of kernels that merge, where the others could be imported."""
+    return importlib.import_module("constmem.kernels.triton_merge")
 
 
 @functools.cache
@@ -175,13 +182,14 @@ def normed_tokens(plan: Plan, points: Float[Tensor, "n i"]) -> Float[Tensor, "n 
 def extended(
     plan: Plan, data: Float[Tensor, "b 1 i"], value: Float[Tensor, "b *h s c"], lse: Float[Tensor, "b *h s"]
 ) -> tuple[Float[Tensor, "b *h s c"], Float[Tensor, "b *h s"]]:
-    """Float64 states with one point more each, in two launches."""
-    tokens = normed_tokens(plan, data[:, 0])
-    own = value.contiguous().flatten(1, -3), lse.contiguous().flatten(1, -2)
-    found: tuple[Tensor, Tensor] = _kernels().extended(
-        tokens, plan.single, *own, PROGRAMS * multiprocessors(data.device)
-    )
-    return found[0].view(value.shape), found[1].view(lse.shape)
+    """Float64 states with one point more each: in one launch, of more than a few in two."""
+    embedded = len(data) > FEWEST
+    points = normed_tokens(plan, data[:, 0]) if embedded else data.contiguous()
+    found: tuple[Tensor, Tensor] = _merging().extended(
+        points, (plan.embedding, plan.embedding_bias), plan.single, value.contiguous(), lse.contiguous(),
+        PROGRAMS * multiprocessors(data.device), embedded=embedded,
+    )  # fmt: skip
+    return found
 
 
 def _embed(plan: Plan, points: Tensor, tokens: Tensor, products: str) -> None:
@@ -260,7 +268,7 @@ def merge(
     """The algebra's `merge` of float64 tensors in one launch."""
     shared = other_value.stride(-2) == 0 and other_value.shape[-2] > 1  # one point: the same for every slot
     other_value = other_value[..., :1, :] if shared else other_value
-    found: tuple[Tensor, Tensor] = _kernels().merge(
+    found: tuple[Tensor, Tensor] = _merging().merge(
         *(t if t.is_contiguous() else t.contiguous() for t in (value, lse, other_value, other_lse))
     )
     return found

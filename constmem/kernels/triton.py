@@ -1,4 +1,4 @@
-"""Observing and merging on a GPU in a few launches: the kernels, written in Triton, and how to launch them.
+"""Observing on a GPU in a few launches: the kernels, written in Triton, and how to launch them.
 
 The queries are fixed and tokens are normalised without learned numbers, so everything learned moves out of
 the loop over points. With the queries absorbed into the key projection, a = q Wk, and the value projection
@@ -60,7 +60,6 @@ PRECISIONS = {
     "exact": Precision(torch.float32, "tf32x3", "float64", 0.0, Tiles(128, 64, 8, 2, 1)),
 }
 EMBEDDED = 128  # points a program embeds
-MERGED = 64  # slots a program merges
 JOINED = 16  # slots a program joins
 
 
@@ -181,59 +180,6 @@ def _joined(
         tl.store(value + place * channels + c, tl.where(nothing, 0.0, v), mask=there)
 
 
-@triton.jit
-def _mixed(a, b, mine, theirs):
-    """log(exp(a) + exp(b)), and what lies between the two values by sigmoid(b - a)."""
-    lesser = tl.exp(tl.minimum(a, b) - tl.maximum(a, b))
-    first = (a >= b)[:, None]
-    near, far = tl.where(first, mine, theirs), tl.where(first, theirs, mine)
-    return tl.maximum(a, b) + tl.log(1.0 + lesser), near + (far - near) * (lesser / (1.0 + lesser))[:, None]
-
-
-@triton.jit(do_not_specialize=["slots", "shared"])
-def _merge(
-    value, lse, other, other_lse, merged, merged_lse, slots, channels, shared,
-    S: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """A few slots of two states as those of one."""
-    rows, cs = tl.program_id(0).to(tl.int64) * S + tl.arange(0, S), tl.arange(0, C)
-    there = rows < slots
-    a, b = tl.load(lse + rows, mask=there, other=0.0), tl.load(other_lse + rows, mask=there, other=0.0)
-    real = there[:, None] & (cs < channels)[None, :]
-    mine = tl.load(value + rows[:, None] * channels + cs[None, :], mask=real, other=0.0)
-    theirs = tl.load(other + (rows // shared)[:, None] * channels + cs[None, :], mask=real, other=0.0)
-    found, out = _mixed(a, b, mine, theirs)
-    tl.store(merged_lse + rows, found, mask=there)
-    tl.store(merged + rows[:, None] * channels + cs[None, :], out, mask=real)
-
-
-@triton.jit(do_not_specialize=["tasks"])
-def _extended(
-    tokens, weight, bias, value, lse, merged, merged_lse, tasks, width, slots, channels,
-    S: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """A few slots of one head after one more token, for every so manieth task."""
-    own, head, heads = tl.program_id(0) * S + tl.arange(0, S), tl.program_id(1), tl.num_programs(1)
-    cs, dims, there = tl.arange(0, C), tl.arange(0, D), own < slots
-    used, real = (dims < width)[None, :], there[:, None] & (cs < channels)[None, :]
-    rows, values = head * slots + own, heads * slots + head * channels + cs
-    a = tl.load(weight + rows[:, None] * width + dims[None, :], mask=there[:, None] & used, other=0.0)
-    asked = (cs < channels)[:, None] & used
-    w = tl.load(weight + values[:, None] * width + dims[None, :], mask=asked, other=0.0)
-    score = tl.load(bias + rows, mask=there, other=0.0)
-    shift = tl.load(bias + values, mask=cs < channels, other=0.0)
-    for task in range(tl.program_id(2), tasks, tl.num_programs(2)):
-        h = tl.load(tokens + task * D + dims)[None, :]
-        here, seen = tl.sum(a * h, 1) + score, tl.sum(w * h, 1) + shift
-        place = task * (heads * slots) + rows.to(tl.int64)
-        at = place[:, None] * channels + cs[None, :]
-        before = tl.load(lse + place, mask=there, other=0.0)
-        mine = tl.load(value + at, mask=real, other=0.0)
-        found, out = _mixed(before, here.to(tl.float64), mine, seen.to(tl.float64)[None, :])
-        tl.store(merged_lse + place, found, mask=there)
-        tl.store(merged + at, out, mask=real)
-
-
 def tokens_of(
     points: Float[Tensor, "n i"],
     weight: Float[Tensor, "l d d"],
@@ -293,42 +239,6 @@ def joined(
         _joined, (triton.cdiv(slots, JOINED), heads, tasks), *partial, score, project, shift, value, lse,
         parts, padded, slots, channels, LIFT=precision.lift, S=JOINED, D=d,
     )  # fmt: skip
-
-
-def merge(
-    value: Float[Tensor, "*h s c"],
-    lse: Float[Tensor, "*h s"],
-    other: Float[Tensor, "*h t c"],
-    other_lse: Float[Tensor, "*h s"],
-) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]]:
-    """The algebra's `merge` of contiguous float64 tensors; `other` has one value, or one for each slot."""
-    merged, merged_lse = torch.empty_like(value), torch.empty_like(lse)
-    slots, channels = lse.numel(), value.shape[-1]
-    shared = value.shape[-2] // other.shape[-2]
-    launch(
-        _merge, (triton.cdiv(slots, MERGED),), value, lse, other, other_lse, merged, merged_lse,
-        slots, channels, shared, S=MERGED, C=triton.next_power_of_2(channels),
-    )  # fmt: skip
-    return merged, merged_lse
-
-
-def extended(
-    tokens: Float[Tensor, "b d"],
-    single: tuple[Float[Tensor, "sv w"], Float[Tensor, " sv"]],
-    value: Float[Tensor, "b h s c"],
-    lse: Float[Tensor, "b h s"],
-    programs: int,
-) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h s"]]:
-    """Contiguous float64 states with one token more each; `single` gives its scores and values."""
-    merged, merged_lse = torch.empty_like(value), torch.empty_like(lse)
-    tasks, heads, slots, channels = value.shape
-    pieces = triton.cdiv(slots, MERGED)
-    grid = pieces, heads, max(1, min(tasks, programs // (pieces * heads)))
-    launch(
-        _extended, grid, tokens, *single, value, lse, merged, merged_lse, tasks, single[0].shape[1], slots,
-        channels, S=MERGED, C=triton.next_power_of_2(channels), D=tokens.shape[1],
-    )  # fmt: skip
-    return merged, merged_lse
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:

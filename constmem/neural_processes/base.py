@@ -167,7 +167,7 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
         if chunk is not None:
             checks.positive("chunk", chunk)
         self._require_own(state)
-        self._check(x, y, mask, chunk=chunk or 4096)
+        self._check(x, y, mask, values=False)
         state = self._extended(state, x, y, mask, chunk)
         return self._signed(state) if state.fingerprint is None else state
 
@@ -255,7 +255,8 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
         return self._condition(self._slices(x, y, mask, chunk))
 
     def _extended(self, state: S, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int | None) -> S:
-        """A state with more points, all of them checked."""
+        """A state with more points, checked but for their values."""
+        self._check_values(x, y, mask, chunk or 4096)
         return state.merge(self._seen(x, y, mask, self._chunk() if chunk is None else chunk))
 
     def _condition(self, chunks: Iterable[Chunk]) -> S:

@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from constmem import checks
 from constmem.attention import CrossAttention, FeedForward, Residual
 from constmem.block import CMABStack
-from constmem.checks import positive
 from constmem.embed import MLP
 from constmem.fold import Chunk, fold
 from constmem.heads import Gaussian, Std
@@ -66,7 +66,7 @@ class CMANP(NeuralProcess):
     ) -> None:
         config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__(dim_x=dim_x, dim_y=dim_y, config=config)
-        positive("num_latents", num_latents)
+        checks.positive("num_latents", num_latents)
         self.embed = MLP(dim_in=dim_x + dim_y, dim_hidden=dim, dim_out=dim, depth=embed_depth)
         self.embed_target = MLP(dim_in=dim_x, dim_hidden=dim, dim_out=dim, depth=embed_depth)
         self.latents = nn.Parameter(torch.randn(num_latents, dim))
@@ -101,9 +101,10 @@ class CMANP(NeuralProcess):
     ) -> AttentionState:
         if x.shape[1] == 1 and mask is None and not self._learns():
             own_x, own_y, _ = self._scaled((x, y, None))
-            points = torch.cat([own_x, own_y], -1).to(self.dtype)
-            found = self.stack.observation.extended(state, points, embed=self.embed)
-            if found is not None:
+            points, weights = torch.cat([own_x, own_y], -1), self._weights_of(state)
+            observation = self.stack.observation
+            found = observation.extended(state, points.to(self.dtype), embed=self.embed, weights=weights)
+            if found is not None and checks.surely_finite(points):  # asked last: a GPU is at work meanwhile
                 return found
         return super()._extended(state, x, y, mask, chunk)
 

@@ -112,11 +112,17 @@ class PointModel(Model, Generic[S]):
         checks.points("y", y, self.dim_y, like=x, device=device)
         if mask is not None:
             checks.mask(mask, x)
-        if values and not (device.type == "cuda" and checks.surely_finite(x, y)):
-            for i in range(0, x.shape[1], chunk):
-                here = None if mask is None else mask[:, i : i + chunk]
-                checks.finite("x", x[:, i : i + chunk], here, first=i)
-                checks.finite("y", y[:, i : i + chunk], here, first=i)
+        if values:
+            self._check_values(x, y, mask, chunk)
+
+    def _check_values(self, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> None:
+        """Refuse numbers that are not finite, `chunk` points at a time."""
+        if self.device.type == "cuda" and checks.surely_finite(x, y):
+            return
+        for i in range(0, x.shape[1], chunk):
+            here = None if mask is None else mask[:, i : i + chunk]
+            checks.finite("x", x[:, i : i + chunk], here, first=i)
+            checks.finite("y", y[:, i : i + chunk], here, first=i)
 
     def _signed(self, state: S) -> S:
         """Name the weights that made a state, unless they are being trained."""

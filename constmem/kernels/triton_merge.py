@@ -1,0 +1,131 @@
+"""Merging on a GPU in one launch, two states or one with a single point more, written in Triton.
+
+One point's softmax is one: its scores are the lse, its values every slot's value. So a program needs no more
+of it than a token, which it makes itself where that takes less time than another launch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+from constmem.kernels.triton import launch
+
+MERGED = 64  # slots a program merges
+
+
+@triton.jit
+def _mixed(a, b, mine, theirs):
+    """log(exp(a) + exp(b)), and what lies between the two values by sigmoid(b - a)."""
+    lesser = tl.exp(tl.minimum(a, b) - tl.maximum(a, b))
+    first = (a >= b)[:, None]
+    near, far = tl.where(first, mine, theirs), tl.where(first, theirs, mine)
+    return tl.maximum(a, b) + tl.log(1.0 + lesser), near + (far - near) * (lesser / (1.0 + lesser))[:, None]
+
+
+@triton.jit(do_not_specialize=["slots", "shared"])
+def _merge(
+    value, lse, other, other_lse, merged, merged_lse, slots, channels, shared,
+    S: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """A few slots of two states as those of one."""
+    rows, cs = tl.program_id(0).to(tl.int64) * S + tl.arange(0, S), tl.arange(0, C)
+    there = rows < slots
+    a, b = tl.load(lse + rows, mask=there, other=0.0), tl.load(other_lse + rows, mask=there, other=0.0)
+    real = there[:, None] & (cs < channels)[None, :]
+    mine = tl.load(value + rows[:, None] * channels + cs[None, :], mask=real, other=0.0)
+    theirs = tl.load(other + (rows // shared)[:, None] * channels + cs[None, :], mask=real, other=0.0)
+    found, out = _mixed(a, b, mine, theirs)
+    tl.store(merged_lse + rows, found, mask=there)
+    tl.store(merged + rows[:, None] * channels + cs[None, :], out, mask=real)
+
+
+@triton.jit
+def _token(
+    point, weight, bias, inputs,
+    WIDTH: tl.constexpr, LAYERS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """One point through the embedding and the normalisation, in float64."""
+    dims = tl.arange(0, D)
+    x = tl.load(point + dims, mask=dims < inputs, other=0.0).to(tl.float64)
+    for layer in tl.static_range(LAYERS):
+        w = tl.load(weight + layer * D * D + dims[:, None] * D + dims[None, :])
+        x = tl.sum(w.to(tl.float64) * x[:, None], 0) + tl.load(bias + layer * D + dims)
+        if layer + 1 < LAYERS:
+            x = tl.maximum(x, 0.0)
+    used = dims < WIDTH
+    x = tl.where(used, x - tl.sum(tl.where(used, x, 0.0), 0) / WIDTH, 0.0)
+    return (x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + 1e-5)).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["tasks"])
+def _extended(
+    points, embedding, embedding_bias, weight, bias, value, lse, merged, merged_lse, tasks, inputs,
+    EMBEDDED: tl.constexpr, LAYERS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+    CHANNELS: tl.constexpr, S: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """A few slots of one head after one more point (or its token), for every so manieth task."""
+    own, head, heads = tl.program_id(0) * S + tl.arange(0, S), tl.program_id(1), tl.num_programs(1)
+    cs, dims, there = tl.arange(0, C), tl.arange(0, D), own < SLOTS
+    used, real = (dims < WIDTH)[None, :], there[:, None] & (cs < CHANNELS)[None, :]
+    rows, values = head * SLOTS + own, heads * SLOTS + head * CHANNELS + cs
+    a = tl.load(weight + rows[:, None] * WIDTH + dims[None, :], mask=there[:, None] & used, other=0.0)
+    asked = (cs < CHANNELS)[:, None] & used
+    w = tl.load(weight + values[:, None] * WIDTH + dims[None, :], mask=asked, other=0.0)
+    score = tl.load(bias + rows, mask=there, other=0.0)
+    shift = tl.load(bias + values, mask=cs < CHANNELS, other=0.0)
+    for task in range(tl.program_id(2), tasks, tl.num_programs(2)):
+        if EMBEDDED:
+            h = tl.load(points + task * D + dims)
+        else:
+            h = _token(points + task * inputs, embedding, embedding_bias, inputs, WIDTH, LAYERS, D)
+        here, seen = tl.sum(a * h[None, :], 1) + score, tl.sum(w * h[None, :], 1) + shift
+        place = task * (heads * SLOTS) + rows.to(tl.int64)
+        at = place[:, None] * CHANNELS + cs[None, :]
+        before = tl.load(lse + place, mask=there, other=0.0)
+        mine = tl.load(value + at, mask=real, other=0.0)
+        found, out = _mixed(before, here.to(tl.float64), mine, seen.to(tl.float64)[None, :])
+        tl.store(merged_lse + place, found, mask=there)
+        tl.store(merged + at, out, mask=real)
+
+
+def merge(
+    value: Float[Tensor, "*h s c"],
+    lse: Float[Tensor, "*h s"],
+    other: Float[Tensor, "*h t c"],
+    other_lse: Float[Tensor, "*h s"],
+) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]]:
+    """The algebra's `merge` of contiguous float64 tensors; `other` has one value, or one for each slot."""
+    merged, merged_lse = torch.empty_like(value), torch.empty_like(lse)
+    slots, channels = lse.numel(), value.shape[-1]
+    shared = value.shape[-2] // other.shape[-2]
+    launch(
+        _merge, (triton.cdiv(slots, MERGED),), value, lse, other, other_lse, merged, merged_lse,
+        slots, channels, shared, S=MERGED, C=triton.next_power_of_2(channels),
+    )  # fmt: skip
+    return merged, merged_lse
+
+
+def extended(
+    points: Float[Tensor, "b 1 i"] | Float[Tensor, "b i"],
+    embedding: tuple[Float[Tensor, "l d d"], Float[Tensor, "l d"]],
+    single: tuple[Float[Tensor, "sv w"], Float[Tensor, " sv"]],
+    value: Float[Tensor, "b *h s c"],
+    lse: Float[Tensor, "b *h s"],
+    programs: int,
+    *,
+    embedded: bool,
+) -> tuple[Float[Tensor, "b *h s c"], Float[Tensor, "b *h s"]]:
+    """Contiguous float64 states with one point more each; `single` gives scores and values of its token."""
+    merged, merged_lse = torch.empty_like(value), torch.empty_like(lse)
+    tasks, *_, slots, channels = value.shape
+    (layers, d, _), (outputs, width) = embedding[0].shape, single[0].shape
+    pieces, heads = -(-slots // MERGED), outputs // (slots + channels)  # triton.cdiv takes microseconds
+    grid = pieces, heads, max(1, min(tasks, programs // (pieces * heads)))
+    launch(
+        _extended, grid, points, *embedding, *single, value, lse, merged, merged_lse, tasks, points.shape[-1],
+        EMBEDDED=embedded, LAYERS=layers, WIDTH=width, SLOTS=slots, CHANNELS=channels,
+        S=MERGED, C=1 << (channels - 1).bit_length(), D=d, num_warps=4 if embedded and d <= 64 else 8,
+    )  # fmt: skip
+    return merged, merged_lse
