@@ -10,6 +10,10 @@ RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
 ERRORS = "value, largest", "value, rms", "lse"
 CEILINGS = "of_exponential_ceiling", "of_product_ceiling"
+LITERALS = {
+    "times_the_literal": "literal in chunks", "times_at_once": "literal at once",
+    "times_the_literal_in_tf32": "in chunks, TF32", "times_at_once_in_tf32": "at once, TF32",
+}  # fmt: skip
 Rows = list[dict[str, Any]]
 
 
@@ -77,11 +81,11 @@ def ceilings() -> str:
 def condition() -> str:
     lines = [
         [f"{row['points']:,}", row["how"], _ms(row), f"{row['points_a_second']:.3g}",
-         *(f"{row[key]:g}x" if key in row else "" for key in ("times_the_literal", "times_at_once")),
+         *(f"{row[key]:g}x" if key in row else "" for key in LITERALS),
          f"{row['extra_bytes'] / MIB:,.0f}"]
         for row in of("condition") + of("streamed")
     ]  # fmt: skip
-    heads = "points", "", "ms", "points a second", "literal in chunks", "literal at once", "extra MiB"
+    heads = "points", "", "ms", "points a second", *LITERALS.values(), "extra MiB"
     return table(heads, lines)
 
 

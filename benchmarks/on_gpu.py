@@ -59,12 +59,12 @@ def mode(name: str) -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
     with contextlib.ExitStack() as stack:
         if name.startswith("plain"):
-            stack.enter_context(mock.patch.object(gpu, "usable", lambda _: False))
+            stack.enter_context(mock.patch.object(gpu, "usable", lambda _: False))  # noqa: PT008 (counts calls)
             torch.set_float32_matmul_precision("highest" if name == "plain float32" else "high")
             if name == "plain bf16":
                 stack.enter_context(torch.autocast("cuda", torch.bfloat16))
         else:
-            stack.enter_context(mock.patch.object(gpu, "precision_of", lambda _: name))
+            stack.enter_context(mock.patch.object(gpu, "precision_of", lambda _: name))  # noqa: PT008
             torch.set_float32_matmul_precision("highest")
         try:
             yield

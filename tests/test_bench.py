@@ -128,7 +128,7 @@ def test_tables_of_what_was_never_measured_are_empty(tmp_path: Path, monkeypatch
     training = {"what": "captured", "milliseconds": 3.0, "times_faster": 9.0}
     (tmp_path / "gpu.json").write_text(json.dumps({"device": "some GPU", "rows": [condition]}))
     (tmp_path / "training_step.json").write_text(json.dumps({"rows": [training]}))
-    assert gpu_tables.condition().splitlines()[-1] == "| 10 | half | 2 | 5e+03 | 7x |  | 2 |"
+    assert gpu_tables.condition().splitlines()[-1] == "| 10 | half | 2 | 5e+03 | 7x |  |  |  | 2 |"
     assert gpu_tables.phases().splitlines()[-1] == "| training step of 100 tasks | captured | 3 | 9x |"
     assert gpu_tables.ceilings() == ""
     assert gpu_tables.summary() == []  # there is nothing of a million points

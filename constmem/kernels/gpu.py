@@ -9,8 +9,8 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable, Sequence
-from math import log2
+from collections.abc import Callable, Iterator, Sequence
+from math import inf, log2
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -29,6 +29,10 @@ FEW = 512  # states up to which a new point is observed and merged at once: of m
 FEWEST = 16  # states up to which every program that merges embeds the point itself: of more, one for all
 PROGRAMS = 8  # that merge, on a multiprocessor
 CHUNK = 2**19  # points a model observes at a time
+MANY = 2**15  # points of a task whose largest scores are worth a guess
+SAMPLE = 2**12  # points that the guess is made from
+RESERVE = 5  # how far it lies above the largest score among them, to base two
+EXACT = 2**10  # whole numbers below it are exact in any operand
 _LARGEST_HALF = 3e4
 _log = logging.getLogger("constmem")
 _failures: list[str] = []
@@ -141,18 +145,20 @@ def plan(
     width = weight.shape[1]
     d = _padded(max([width, *(n for w, _ in layers for n in w.shape)]))
     (key, value), (key_shift, value_shift) = weight.chunk(2), shift.chunk(2)
-    absorbed = queries @ key.unflatten(0, (heads, channels))  # (h, s, d)
+    turn = _turn(width, queries.device)
+    absorbed = (queries @ key.unflatten(0, (heads, channels))).flatten(0, 1) @ turn.T  # (h s, d)
     score = (queries @ key_shift.view(heads, channels, 1)).flatten()
+    value = value @ turn.T
     project = value.unflatten(0, (heads, channels))
-    single = torch.cat([absorbed.flatten(0, 1), value]), torch.cat([score, value_shift])
-    rows = log2(torch.e) * (absorbed - absorbed.mean(-1, keepdim=True)).flatten(0, 1)  # a token's mean is 0
+    single = torch.cat([absorbed, value]), torch.cat([score, value_shift])
+    rows = log2(torch.e) * absorbed
     if precision == "half" and float(rows.abs().max()) > _LARGEST_HALF:
         precision = "tf32"
     if d > WIDEST[precision]:
         _say(f"tokens or an embedding of {d} channels, more than {WIDEST[precision]} in {precision!r}")
         return None
     operands = torch.float16 if precision == "half" else torch.float32
-    embedding, bias = _square(layers, d, queries.device)
+    embedding, bias = _square(_turned(layers, turn), d, double=precision == "exact")
     return Plan(
         precision, embedding, bias,
         F.pad(rows, (0, d - width, 0, -len(rows) % ROWS)).to(operands).contiguous(), score,
@@ -161,15 +167,31 @@ def plan(
     )  # fmt: skip
 
 
-def _square(
-    layers: Sequence[tuple[Tensor, Tensor]], d: int, device: torch.device
-) -> tuple[Float[Tensor, "l d d"], Float[Tensor, "l d"]]:
-    """The layers of an embedding, turned and padded to one square size."""
+def _turn(width: int, device: torch.device) -> Float[Tensor, "d d"]:
+    """What turns tokens, in float64, so that their mean is their last channel, and makes that zero."""
+    ones = torch.full((width,), width**-0.5, dtype=torch.float64, device=device)
+    eye = torch.eye(width, dtype=torch.float64, device=device)
+    across = eye[-1] - ones
+    turn = eye - 2 * torch.outer(across, across) / (across @ across).clamp(min=1e-300)  # a reflection
+    turn[-1] = 0.0
+    return turn
+
+
+def _turned(layers: Sequence[tuple[Tensor, Tensor]], turn: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The layers of an embedding in float64, the last of which turns its tokens; without any, that alone."""
     if not layers:
-        return torch.zeros(0, d, d, device=device), torch.zeros(0, d, device=device)
-    weights = [F.pad(w.detach().float().T, (0, d - w.shape[0], 0, d - w.shape[1])) for w, _ in layers]
-    biases = [F.pad(b.detach().float(), (0, d - b.shape[0])) for _, b in layers]
-    return torch.stack(weights), torch.stack(biases)
+        return [(turn, turn.new_zeros(len(turn)))]
+    *before, (weight, bias) = [(w.detach().double(), b.detach().double()) for w, b in layers]
+    return [*before, (turn @ weight, turn @ bias)]
+
+
+def _square(
+    layers: Sequence[tuple[Tensor, Tensor]], d: int, *, double: bool
+) -> tuple[Float[Tensor, "l d d"], Float[Tensor, "l d"]]:
+    """The layers of an embedding as (in, out), padded to one square size."""
+    weights = torch.stack([F.pad(w.T, (0, d - w.shape[0], 0, d - w.shape[1])) for w, _ in layers])
+    biases = torch.stack([F.pad(b, (0, d - b.shape[0])) for _, b in layers])
+    return (weights, biases) if double else (weights.float(), biases.float())
 
 
 def normed_tokens(plan: Plan, points: Float[Tensor, "n i"]) -> Float[Tensor, "n d"]:
@@ -211,33 +233,67 @@ def observe(
     group = max(1, PARTIAL // (4 * len(plan.absorbed) * d))
     for i in range(0, len(data), group):
         here = slice(i, i + group)
-        partial = _partial(plan, data[here], None if bias is None else bias[here].float(), precision)
+        partial = _guessed(plan, data[here], precision) if bias is None and data.shape[1] >= MANY else None
+        if partial is None:
+            partial = _partial(plan, data[here], None if bias is None else bias[here].float(), precision)
         kernels.joined(partial, plan.score, plan.project, plan.shift, value[here], lse[here], precision)
     return value, lse
 
 
 def _partial(
     plan: Plan, data: Float[Tensor, "b n i"], bias: Float[Tensor, "b n"] | None, precision: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest score, sum of shares and sum of shared tokens for every stretch of every task."""
-    b, n, inputs = data.shape
-    rows, d = plan.absorbed.shape
-    tiles = precision.cut(d)
-    programs = tiles.programs * multiprocessors(data.device)
-    parts = max(1, min(programs // (rows // tiles.rows * b), -(-n // tiles.tokens)))
-    top, total = torch.empty(2, b, parts, rows, device=data.device).unbind(0)
-    partial = top, total, torch.empty(b, parts, rows, d, device=data.device)
-    step = max(TOKENS // (b * d * precision.operands.itemsize), tiles.tokens)
-    tokens = torch.empty(b * min(step, n), d, dtype=precision.operands, device=data.device)
-    for start in range(0, n, step):
-        here = data[:, start : start + step].contiguous().view(-1, inputs)
-        extra = None if bias is None else bias[:, start : start + step].contiguous()
-        _embed(plan, here, tokens, precision.embedding)
-        points = len(here) // b
+) -> tuple[Float[Tensor, "b p s"], Float[Tensor, "b p s d"]]:
+    """Largest score and sum of shared tokens, whose last channel is that of shares, in stretches of tasks."""
+    acc = _blank(plan, data, precision.tiles)
+    partial = acc.new_empty(acc.shape[:-1]), acc
+    for tokens, here in _pieces(plan, data, precision):
+        extra = None if bias is None else bias[:, here].contiguous()
+        points, first = here.stop - here.start, here.start == 0
         _kernels().softmax(
-            tokens, extra, plan.absorbed, partial, points=points, first=start == 0, precision=precision
+            tokens, extra, plan.absorbed, partial, points=points, first=first, precision=precision
         )
     return partial
+
+
+def _guessed(
+    plan: Plan, data: Float[Tensor, "b n i"], precision: Any
+) -> tuple[Float[Tensor, "b p s"], Float[Tensor, "b p s d"]] | None:
+    """The same by a guess at the largest scores, made from a few points of all; None if one was too low."""
+    few = data[:, :: data.shape[1] // SAMPLE]
+    guess = _partial(plan, few, None, precision)[0].amax(1).ceil() + RESERVE
+    absorbed = plan.absorbed.repeat(len(data), 1, 1)
+    absorbed[..., -1] = (precision.lift - guess).masked_fill(guess.abs() >= EXACT, inf)
+    acc = _blank(plan, data, precision.guessing)
+    for tokens, here in _pieces(plan, data, precision):
+        points, first = here.stop - here.start, here.start == 0
+        _kernels().guessed(tokens, absorbed, acc, points=points, first=first, precision=precision)
+    if not bool(acc[..., -1].isfinite().all()):
+        return None
+    return guess[:, None].expand(acc.shape[:-1]).contiguous(), acc
+
+
+def _blank(plan: Plan, data: Float[Tensor, "b n i"], tiles: Any) -> Float[Tensor, "b p s d"]:
+    """Room for sums over as many stretches of each task as keep the whole GPU busy."""
+    b, n, _ = data.shape
+    rows, d = plan.absorbed.shape
+    tiles = tiles.cut(d)
+    programs = tiles.programs * multiprocessors(data.device)
+    parts = max(1, min(programs // (rows // tiles.rows * b), -(-n // tiles.tokens)))
+    return torch.empty(b, parts, rows, d, device=data.device)
+
+
+def _pieces(
+    plan: Plan, data: Float[Tensor, "b n i"], precision: Any
+) -> Iterator[tuple[Float[Tensor, "bn d"], slice]]:
+    """Tokens of a bounded number of points at a time, and which they are of each task's."""
+    b, n, inputs = data.shape
+    d = plan.absorbed.shape[1]
+    step = max(TOKENS // (b * d * precision.operands.itemsize), precision.tiles.cut(d).tokens)
+    tokens = torch.empty(b * min(step, n), d, dtype=precision.operands, device=data.device)
+    for start in range(0, n, step):
+        here = slice(start, min(start + step, n))
+        _embed(plan, data[:, here].contiguous().view(-1, inputs), tokens, precision.embedding)
+        yield tokens, here
 
 
 @functools.cache

@@ -9,6 +9,12 @@ left for the end,
 keys and values of all heads of all blocks are the very same normalised tokens h: the softmaxes of all slots
 are rows of one matrix that meets a tile of tokens twice. Nothing of the size of the data is written but
 tokens, a bounded number at a time; the state of each stretch of points is joined with others in float64.
+
+Normalised tokens have a mean of zero: turned so that one channel is zero, they have room for a channel of
+ones there, by which products add up the shares of a softmax. Of many points, a few tell about how large the
+largest score will be: with that guess subtracted by the channel of ones too, only an exponential stands
+between the two products. Should a score be far above the guess, the sum is infinite, and the guess is
+dropped.
 """
 
 from typing import Any, NamedTuple
@@ -34,6 +40,10 @@ class Tiles(NamedTuple):
     stages: int
     programs: int
 
+    def cut(self, d: int) -> "Tiles":
+        """The tiles for tokens of d channels: as many bytes at a time, however wide they are."""
+        return self if d <= 64 else self._replace(tokens=self.tokens // 2)
+
 
 class Precision(NamedTuple):
     """Operands of matrix products, whose sums are float32, and how those of float32 are multiplied.
@@ -48,42 +58,54 @@ class Precision(NamedTuple):
     embedding: str
     lift: float
     tiles: Tiles
-
-    def cut(self, d: int) -> Tiles:
-        """The tiles for tokens of d channels: as many bytes at a time, however wide they are."""
-        return self.tiles if d <= 64 else self.tiles._replace(tokens=self.tiles.tokens // 2)
+    guessing: Tiles
 
 
 PRECISIONS = {
-    "half": Precision(torch.float16, "tf32", "bf16x3", 15.0, Tiles(64, 128, 4, 3, 3)),
-    "tf32": Precision(torch.float32, "tf32", "tf32x3", 0.0, Tiles(128, 64, 8, 2, 2)),
-    "exact": Precision(torch.float32, "tf32x3", "float64", 0.0, Tiles(128, 64, 8, 2, 1)),
+    "half": Precision(
+        torch.float16, "tf32", "bfloat16 x 3", 15.0, Tiles(64, 128, 4, 3, 3), Tiles(64, 128, 4, 3, 3)
+    ),
+    "tf32": Precision(torch.float32, "tf32", "tf32x3", 0.0, Tiles(128, 64, 8, 2, 2), Tiles(128, 64, 8, 2, 2)),
+    "exact": Precision(
+        torch.float32, "tf32x3", "float64", 0.0, Tiles(128, 64, 8, 2, 1), Tiles(128, 64, 8, 2, 1)
+    ),
 }
+CUT = {"bfloat16 x 3": tl.bfloat16, "float16 x 3": tl.float16}  # products of halves of float32
 EMBEDDED = 128  # points a program embeds
 JOINED = 16  # slots a program joins
+
+
+@triton.jit
+def _product(x, w, HALVES: tl.constexpr, PRODUCTS: tl.constexpr):
+    """x w, where float32 may be cut in two halves: of the four products of those, the least is left out."""
+    if x.dtype == HALVES:
+        return tl.dot(x, w, input_precision=PRODUCTS, out_dtype=x.dtype)
+    high, w_high = x.to(HALVES), w.to(HALVES)
+    low, w_low = (x - high.to(tl.float32)).to(HALVES), (w - w_high.to(tl.float32)).to(HALVES)
+    return tl.dot(high, w_high, acc=tl.dot(high, w_low, acc=tl.dot(low, w_high)))
 
 
 @triton.jit(do_not_specialize=["n"])
 def _tokens(
     points, weight, bias, tokens, n, inputs, width,
-    LAYERS: tl.constexpr, D: tl.constexpr, T: tl.constexpr, PRODUCTS: tl.constexpr, KIND: tl.constexpr,
+    LAYERS: tl.constexpr, IN: tl.constexpr, D: tl.constexpr, T: tl.constexpr, PRODUCTS: tl.constexpr,
+    KIND: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of points through the embedding and the normalisation."""
+    """A tile of points through the embedding and the normalisation; the last channel of tokens is one."""
     rows = tl.program_id(0) * T + tl.arange(0, T)
-    dims = tl.arange(0, D)
+    before, dims = tl.arange(0, IN), tl.arange(0, D)
     there = rows[:, None] < n
-    given = there & (dims[None, :] < inputs)
-    x = tl.load(points + rows[:, None].to(tl.int64) * inputs + dims[None, :], mask=given, other=0.0)
+    given = there & (before[None, :] < inputs)
+    x = tl.load(points + rows[:, None].to(tl.int64) * inputs + before[None, :], mask=given, other=0.0)
     x = x.to(KIND)
     for layer in tl.static_range(LAYERS):
-        w = tl.load(weight + layer * D * D + dims[:, None] * D + dims[None, :]).to(KIND)
-        x = tl.dot(x, w, input_precision=PRODUCTS, out_dtype=KIND) + tl.load(bias + layer * D + dims)[None, :]
+        from_dims = before if layer == 0 else dims
+        w = tl.load(weight + layer * D * D + from_dims[:, None] * D + dims[None, :]).to(KIND)
+        x = _product(x, w, HALVES, PRODUCTS) + tl.load(bias + layer * D + dims)[None, :]
         if layer + 1 < LAYERS:
             x = tl.maximum(x, 0.0)
-    used = dims[None, :] < width
-    mean = tl.sum(tl.where(used, x, 0.0), 1) / width
-    x = tl.where(used, x - mean[:, None], 0.0)
     x = x * tl.rsqrt(tl.sum(x * x, 1) / width + 1e-5)[:, None]
+    x = tl.where((dims == D - 1)[None, :], 1.0, x)
     tl.store(
         tokens + rows[:, None].to(tl.int64) * D + dims[None, :], x.to(tokens.dtype.element_ty), mask=there
     )
@@ -91,7 +113,7 @@ def _tokens(
 
 @triton.jit
 def _met(
-    a, tokens, bias, at, stop, m, sums, seen,
+    a, tokens, bias, at, stop, m, seen,
     BIASED: tl.constexpr, RAGGED: tl.constexpr, LIFT: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
     PRODUCTS: tl.constexpr,
 ):  # fmt: skip
@@ -111,15 +133,13 @@ def _met(
         scores = tl.where((rows < stop)[None, :], scores, -float("inf"))
     top = tl.maximum(m, tl.max(scores, 1))
     shares = tl.exp2(scores - (top - LIFT)[:, None])
-    shrink = tl.exp2(m - top)
-    sums = sums * shrink + tl.sum(shares, 1)
-    seen = tl.dot(shares.to(h.dtype), h, acc=seen * shrink[:, None], input_precision=PRODUCTS)
-    return top, sums, seen
+    seen = tl.dot(shares.to(h.dtype), h, acc=seen * tl.exp2(m - top)[:, None], input_precision=PRODUCTS)
+    return top, seen
 
 
 @triton.jit(do_not_specialize=["n", "stretch", "new"])
 def _softmax(
-    tokens, bias, absorbed, top, total, acc, n, stretch, slots, new,
+    tokens, bias, absorbed, top, acc, n, stretch, slots, new,
     BIASED: tl.constexpr, LIFT: tl.constexpr, S: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
     PRODUCTS: tl.constexpr,
 ):  # fmt: skip
@@ -129,7 +149,7 @@ def _softmax(
     a = tl.load(absorbed + rows[:, None] * D + dims[None, :])
     place = (task * tl.num_programs(1) + part) * slots + rows
     old = rows >= new  # all of them are, or none
-    m, sums = tl.load(top + place, mask=old, other=NOTHING), tl.load(total + place, mask=old, other=0.0)
+    m = tl.load(top + place, mask=old, other=NOTHING)
     seen = tl.load(acc + place[:, None] * D + dims[None, :], mask=old[:, None], other=0.0)
     tokens += task.to(tl.int64) * n * D
     bias += task * n
@@ -137,37 +157,58 @@ def _softmax(
     stop = tl.minimum(start + stretch, n)
     whole = start + tl.maximum(stop - start, 0) // T * T
     for at in range(start, whole, T):
-        m, sums, seen = _met(
-            a, tokens, bias, at, stop, m, sums, seen, BIASED, False, LIFT, D, T, PRODUCTS
-        )  # fmt: skip
+        m, seen = _met(a, tokens, bias, at, stop, m, seen, BIASED, False, LIFT, D, T, PRODUCTS)
     if whole < stop:
-        m, sums, seen = _met(
-            a, tokens, bias, whole, stop, m, sums, seen, BIASED, True, LIFT, D, T, PRODUCTS
-        )  # fmt: skip
+        m, seen = _met(a, tokens, bias, whole, stop, m, seen, BIASED, True, LIFT, D, T, PRODUCTS)
     tl.store(top + place, m)
-    tl.store(total + place, sums)
     tl.store(acc + place[:, None] * D + dims[None, :], seen)
+
+
+@triton.jit(do_not_specialize=["n", "stretch", "new"])
+def _guessed(
+    tokens, absorbed, acc, n, stretch, slots, new,
+    S: tl.constexpr, D: tl.constexpr, T: tl.constexpr, PRODUCTS: tl.constexpr,
+):  # fmt: skip
+    """The softmaxes of a few slots over one stretch of one task's tokens, scores counted from a guess."""
+    block, part, task = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows, cols, dims = block * S + tl.arange(0, S), tl.arange(0, T), tl.arange(0, D)
+    a = tl.load(absorbed + (task * slots + rows)[:, None] * D + dims[None, :])
+    place = (task * tl.num_programs(1) + part) * slots + rows
+    kept = acc + place[:, None] * D + dims[None, :]
+    seen = tl.load(kept, mask=(rows >= new)[:, None], other=0.0)
+    start = part * stretch
+    stop = tl.minimum(start + stretch, n)
+    whole = start + tl.maximum(stop - start, 0) // T * T
+    own = tokens + task.to(tl.int64) * n * D + cols[:, None] * D + dims[None, :]
+    for at in range(start, whole, T):
+        h = tl.load(own + at * D)
+        shares = tl.exp2(tl.dot(a, tl.trans(h), input_precision=PRODUCTS))
+        seen = tl.dot(shares.to(h.dtype), h, acc=seen, input_precision=PRODUCTS)
+    if whole < stop:  # tokens of nothing but zeros add nothing
+        h = tl.load(own + whole * D, mask=(whole + cols < stop)[:, None], other=0.0)
+        shares = tl.exp2(tl.dot(a, tl.trans(h), input_precision=PRODUCTS))
+        seen = tl.dot(shares.to(h.dtype), h, acc=seen, input_precision=PRODUCTS)
+    tl.store(kept, seen)
 
 
 @triton.jit(do_not_specialize=["parts"])
 def _joined(
-    top, total, acc, score, project, shift, value, lse, parts, padded, slots, channels,
+    top, acc, score, project, shift, value, lse, parts, padded, slots, channels,
     LIFT: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """The stretches of one task as one softmax, in float64, and its mean tokens projected to values."""
     own, head, task = tl.program_id(0) * S + tl.arange(0, S), tl.program_id(1), tl.program_id(2)
     there, rows, dims = own < slots, head * slots + own, tl.arange(0, D)
-    m, sums = tl.full((S,), NOTHING, tl.float64), tl.zeros((S,), tl.float64)
-    seen = tl.zeros((S, D), tl.float64)
+    m, seen = tl.full((S,), NOTHING, tl.float64), tl.zeros((S, D), tl.float64)
     for part in range(parts):
         place = (task * parts + part) * padded + rows
         here = tl.load(top + place, mask=there, other=NOTHING).to(tl.float64)
         best = tl.maximum(m, here)
         keep, take = tl.exp2(m - best), tl.exp2(here - best)
-        sums = sums * keep + tl.load(total + place, mask=there, other=0.0).to(tl.float64) * take
         more = tl.load(acc + place[:, None] * D + dims[None, :], mask=there[:, None], other=0.0)
         seen = seen * keep[:, None] + more.to(tl.float64) * take[:, None]
         m = best
+    sums = tl.sum(tl.where((dims == D - 1)[None, :], seen, 0.0), 1)
     nothing = sums == 0.0
     sums = tl.where(nothing, 1.0, sums)
     mean = seen / sums[:, None]
@@ -192,12 +233,13 @@ def tokens_of(
     """Write the normalised tokens of points; `weight` as (in, out)."""
     n, inputs = points.shape
     layers, d, _ = weight.shape
-    wide = products == "float64"
+    wide, halves = products == "float64", CUT.get(products)
     tile = 16 if n <= 16 else EMBEDDED if d <= 64 and not wide else EMBEDDED // 2
     launch(
         _tokens, (triton.cdiv(n, tile),), points, weight, bias, tokens, n, inputs, width,
-        LAYERS=layers, D=d, T=tile, PRODUCTS="ieee" if wide else products,
-        KIND=tl.float64 if wide else tl.float32, num_warps=8 if tile > 16 else 4,
+        LAYERS=layers, IN=max(16, triton.next_power_of_2(inputs)), D=d, T=tile,
+        PRODUCTS="ieee" if wide or halves else products, KIND=tl.float64 if wide else tl.float32,
+        HALVES=halves or (tl.float64 if wide else tl.float32), num_warps=max(4, tile // 16),
     )  # fmt: skip
 
 
@@ -205,7 +247,7 @@ def softmax(
     tokens: Float[Tensor, "bn d"],
     bias: Float[Tensor, "b n"] | None,
     absorbed: Float[Tensor, "s d"],
-    partial: tuple[Tensor, Tensor, Tensor],
+    partial: tuple[Float[Tensor, "b p s"], Float[Tensor, "b p s d"]],
     *,
     points: int,
     first: bool,
@@ -213,7 +255,7 @@ def softmax(
 ) -> None:
     """Let every task's tokens be met by all slots, one stretch of them for each part of `partial`."""
     tasks, parts, slots = partial[0].shape
-    tiles = precision.cut(tokens.shape[1])
+    tiles = precision.tiles.cut(tokens.shape[1])
     stretch = triton.cdiv(triton.cdiv(points, parts), tiles.tokens) * tiles.tokens
     launch(
         _softmax, (slots // tiles.rows, parts, tasks), tokens, tokens if bias is None else bias, absorbed,
@@ -223,8 +265,28 @@ def softmax(
     )  # fmt: skip
 
 
+def guessed(
+    tokens: Float[Tensor, "bn d"],
+    absorbed: Float[Tensor, "b s d"],
+    acc: Float[Tensor, "b p s d"],
+    *,
+    points: int,
+    first: bool,
+    precision: Precision,
+) -> None:
+    """The same without masks, where `absorbed` subtracts guesses at the largest scores."""
+    tasks, parts, slots, d = acc.shape
+    tiles = precision.guessing.cut(d)
+    stretch = triton.cdiv(triton.cdiv(points, parts), tiles.tokens) * tiles.tokens
+    launch(
+        _guessed, (slots // tiles.rows, parts, tasks), tokens, absorbed, acc, points, stretch, slots,
+        slots if first else 0, S=tiles.rows, D=d, T=tiles.tokens,
+        PRODUCTS=precision.products, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+
+
 def joined(
-    partial: tuple[Float[Tensor, "b p r"], Float[Tensor, "b p r"], Float[Tensor, "b p r d"]],
+    partial: tuple[Float[Tensor, "b p r"], Float[Tensor, "b p r d"]],
     score: Float[Tensor, " hs"],
     project: Float[Tensor, "h c d"],
     shift: Float[Tensor, "h c"],
@@ -233,7 +295,7 @@ def joined(
     precision: Precision,
 ) -> None:
     """Write value and lse of all parts together, in float64."""
-    _, parts, padded, d = partial[2].shape
+    _, parts, padded, d = partial[1].shape
     tasks, heads, slots, channels = value.shape
     launch(
         _joined, (triton.cdiv(slots, JOINED), heads, tasks), *partial, score, project, shift, value, lse,

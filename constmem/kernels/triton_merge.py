@@ -54,8 +54,6 @@ def _token(
         x = tl.sum(w.to(tl.float64) * x[:, None], 0) + tl.load(bias + layer * D + dims)
         if layer + 1 < LAYERS:
             x = tl.maximum(x, 0.0)
-    used = dims < WIDTH
-    x = tl.where(used, x - tl.sum(tl.where(used, x, 0.0), 0) / WIDTH, 0.0)
     return (x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + 1e-5)).to(tl.float32)
 
 
