@@ -78,11 +78,13 @@ JOINED = 16  # slots a program joins
 @triton.jit
 def _product(x, w, HALVES: tl.constexpr, PRODUCTS: tl.constexpr):
     """x w, where float32 may be cut in two halves: of the four products of those, the least is left out."""
-    if x.dtype == HALVES:
-        return tl.dot(x, w, input_precision=PRODUCTS, out_dtype=x.dtype)
-    high, w_high = x.to(HALVES), w.to(HALVES)
-    low, w_low = (x - high.to(tl.float32)).to(HALVES), (w - w_high.to(tl.float32)).to(HALVES)
-    return tl.dot(high, w_high, acc=tl.dot(high, w_low, acc=tl.dot(low, w_high)))
+    if HALVES is None:
+        found = tl.dot(x, w, input_precision=PRODUCTS, out_dtype=x.dtype)
+    else:
+        high, w_high = x.to(HALVES), w.to(HALVES)
+        low, w_low = (x - high.to(tl.float32)).to(HALVES), (w - w_high.to(tl.float32)).to(HALVES)
+        found = tl.dot(high, w_high, acc=tl.dot(high, w_low, acc=tl.dot(low, w_high)))
+    return found
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -239,7 +241,7 @@ def tokens_of(
         _tokens, (triton.cdiv(n, tile),), points, weight, bias, tokens, n, inputs, width,
         LAYERS=layers, IN=max(16, triton.next_power_of_2(inputs)), D=d, T=tile,
         PRODUCTS="ieee" if wide or halves else products, KIND=tl.float64 if wide else tl.float32,
-        HALVES=halves or (tl.float64 if wide else tl.float32), num_warps=max(4, tile // 16),
+        HALVES=halves, num_warps=max(4, tile // 16),
     )  # fmt: skip
 
 
