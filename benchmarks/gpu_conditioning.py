@@ -59,7 +59,7 @@ def tiles() -> Iterator[Row]:
     for name, cuts in candidates.items():
         found: dict[tuple[int, ...], float] = {}
         for cut in cuts:
-            precision = kernels.PRECISIONS[name]._replace(guessing=kernels.Tiles(*cut))
+            precision = kernels.PRECISIONS[name]._replace(tiles=kernels.Tiles(*cut))
             try:
                 with mode(name), mock.patch.dict(kernels.PRECISIONS, {name: precision}):
                     observe = lambda: model.stack.observe(points, embed=model.embed)  # noqa: E731
@@ -95,11 +95,7 @@ def stages_of(plan: gpu.Plan, points: Tensor, precision: Any) -> dict[str, Calla
     """The launches that make a state, one by one."""
     from constmem.kernels import triton as kernels
 
-    partial = gpu._guessed(plan, points, precision)
-    assert partial is not None
-    absorbed = plan.absorbed[None].clone()
-    absorbed[..., -1] = precision.lift - partial[0][:, 0]
-    careful = gpu._partial(plan, points, None, precision)
+    partial = gpu._partial(plan, points, None, precision)
     n = min(gpu.TOKENS // (64 * precision.operands.itemsize), points.shape[1])
     tokens = torch.empty(n, 64, dtype=precision.operands, device=on_gpu.DEVICE)
     value, lse = gpu.observe(plan, points[:, :n], None)
@@ -107,8 +103,7 @@ def stages_of(plan: gpu.Plan, points: Tensor, precision: Any) -> dict[str, Calla
     meet = {"points": n, "first": False, "precision": precision}
     return {
         "embed": lambda: gpu._embed(plan, points[0, :n], tokens, precision.embedding),
-        "softmax": lambda: kernels.guessed(tokens, absorbed, partial[1], **meet),
-        "softmax without a guess": lambda: kernels.softmax(tokens, None, plan.absorbed, careful, **meet),
+        "softmax": lambda: kernels.softmax(tokens, None, plan.absorbed, partial, **meet),
         "join": lambda: kernels.joined(partial, *join),
     }
 

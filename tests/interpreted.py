@@ -44,7 +44,6 @@ def ready() -> None:
         triton.PRECISIONS[name] = precision._replace(embedding=known)
     triton.JOINED = 128  # fewer programs, which the interpreter runs one after another
     gpu.TOKENS = 2**14  # so that a few hundred points come in several pieces
-    gpu.MANY, gpu.SAMPLE = 200, 16  # so that they are many
     native.library = lambda: None  # type: ignore[assignment]
     gpu.usable = lambda _: not gpu._failures
 
@@ -93,27 +92,6 @@ def observe(*, dim: int, heads: int, slots: int, kind: str, precision: str) -> l
         expected = exactly(lambda: wide.observe(data.double(), mask, doubled, embed=wide_embed))  # noqa: B023
         rows.append(errors(seen, expected) | {"plans": len(found._memory.plans)})  # type: ignore[union-attr]
     return rows
-
-
-def guess(*, precision: str, higher: bool) -> dict[str, Any]:
-    """Errors where one of many points has far higher scores than a sample tells, or none has; is it told?"""
-    gpu.precision_of = lambda _: precision
-    found = observation(16, 2, 5, 20.0)
-    wide = copy.deepcopy(found).double()
-    prepared = wide.prepared()
-    best = (prepared.queries[0, 0, 0] @ prepared.weight[:8]).float()  # the token of slot 0's largest score
-    data = 0.1 * torch.randn(1, 300, 16) - best
-    data[:, 77] = best if higher else -best  # not one of the sample, which is every 18th
-    kept = []
-    guessed = gpu._guessed
-
-    def told(*given: Any) -> Any:
-        kept.append((got := guessed(*given)) is not None)
-        return got
-
-    with mock.patch.object(gpu, "_guessed", told):
-        seen = found.observe(data)
-    return errors(seen, exactly(lambda: wide.observe(data.double()))) | {"kept": kept}
 
 
 def leaves_out() -> dict[str, bool]:
@@ -215,7 +193,7 @@ def merge() -> dict[str, float]:
 
 
 CASES: dict[str, Callable[..., Any]] = {
-    case.__name__: case for case in (observe, guess, leaves_out, trained, update, extend, changed, merge)
+    case.__name__: case for case in (observe, leaves_out, trained, update, extend, changed, merge)
 }
 
 if __name__ == "__main__":

@@ -57,21 +57,6 @@ def test_the_kernels_agree_with_float64_operators_at_every_size(precision: str, 
 
 
 @has_triton
-@pytest.mark.parametrize(("precision", "tolerance"), [("exact", 1e-6), ("half", 2e-3)])
-def test_a_guess_at_the_largest_scores_is_dropped_where_one_point_has_far_higher_ones(
-    precision: str, tolerance: float
-) -> None:
-    cases = [("guess", {"precision": precision, "higher": higher}) for higher in (False, True)]
-    near, far = interpreted(*cases)
-    assert near["kept"] == [True]
-    assert far["kept"] == [False]
-    for found in (near, far):
-        assert found["failures"] == []
-        assert found["lse"] < tolerance
-        assert found["value"] < tolerance
-
-
-@has_triton
 def test_masks_states_of_the_trained_model_updates_and_merges_hold_in_the_kernels_too() -> None:
     out, trained, updated, merged = interpreted(
         ("leaves_out", {}), ("trained", {}), ("update", {}), ("merge", {})

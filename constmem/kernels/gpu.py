@@ -9,8 +9,8 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from math import inf, log2
+from collections.abc import Callable, Sequence
+from math import log2
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -29,10 +29,6 @@ FEW = 512  # states up to which a new point is observed and merged at once: of m
 FEWEST = 16  # states up to which every program that merges embeds the point itself: of more, one for all
 PROGRAMS = 8  # that merge, on a multiprocessor
 CHUNK = 2**19  # points a model observes at a time
-MANY = 2**62  # points of a task whose largest scores are worth a guess: it does not pay yet
-SAMPLE = 2**12  # points that the guess is made from
-RESERVE = 5  # how far it lies above the largest score among them, to base two
-EXACT = 2**10  # whole numbers below it are exact in any operand
 _LARGEST_HALF = 3e4
 _log = logging.getLogger("constmem")
 _failures: list[str] = []
@@ -233,9 +229,7 @@ def observe(
     group = max(1, PARTIAL // (4 * len(plan.absorbed) * d))
     for i in range(0, len(data), group):
         here = slice(i, i + group)
-        partial = _guessed(plan, data[here], precision) if bias is None and data.shape[1] >= MANY else None
-        if partial is None:
-            partial = _partial(plan, data[here], None if bias is None else bias[here].float(), precision)
+        partial = _partial(plan, data[here], None if bias is None else bias[here].float(), precision)
         kernels.joined(partial, plan.score, plan.project, plan.shift, value[here], lse[here], precision)
     return value, lse
 
@@ -244,56 +238,26 @@ def _partial(
     plan: Plan, data: Float[Tensor, "b n i"], bias: Float[Tensor, "b n"] | None, precision: Any
 ) -> tuple[Float[Tensor, "b p s"], Float[Tensor, "b p s d"]]:
     """Largest score and sum of shared tokens, whose last channel is that of shares, in stretches of tasks."""
-    acc = _blank(plan, data, precision.tiles)
-    partial = acc.new_empty(acc.shape[:-1]), acc
-    for tokens, here in _pieces(plan, data, precision):
-        extra = None if bias is None else bias[:, here].contiguous()
-        points, first = here.stop - here.start, here.start == 0
-        _kernels().softmax(
-            tokens, extra, plan.absorbed, partial, points=points, first=first, precision=precision
-        )
-    return partial
-
-
-def _guessed(
-    plan: Plan, data: Float[Tensor, "b n i"], precision: Any
-) -> tuple[Float[Tensor, "b p s"], Float[Tensor, "b p s d"]] | None:
-    """The same by a guess at the largest scores, made from a few points of all; None if one was too low."""
-    few = data[:, :: data.shape[1] // SAMPLE]
-    guess = _partial(plan, few, None, precision)[0].amax(1).ceil() + RESERVE
-    absorbed = plan.absorbed.repeat(len(data), 1, 1)
-    absorbed[..., -1] = (precision.lift - guess).masked_fill(guess.abs() >= EXACT, inf)
-    acc = _blank(plan, data, precision.guessing)
-    for tokens, here in _pieces(plan, data, precision):
-        points, first = here.stop - here.start, here.start == 0
-        _kernels().guessed(tokens, absorbed, acc, points=points, first=first, precision=precision)
-    if not bool(acc[..., -1].isfinite().all()):
-        return None
-    return guess[:, None].expand(acc.shape[:-1]).contiguous(), acc
-
-
-def _blank(plan: Plan, data: Float[Tensor, "b n i"], tiles: Any) -> Float[Tensor, "b p s d"]:
-    """Room for sums over as many stretches of each task as keep the whole GPU busy."""
-    b, n, _ = data.shape
+    b, n, inputs = data.shape
     rows, d = plan.absorbed.shape
-    tiles = tiles.cut(d)
+    tiles = precision.cut(d)
     programs = tiles.programs * multiprocessors(data.device)
     parts = max(1, min(programs // (rows // tiles.rows * b), -(-n // tiles.tokens)))
-    return torch.empty(b, parts, rows, d, device=data.device)
-
-
-def _pieces(
-    plan: Plan, data: Float[Tensor, "b n i"], precision: Any
-) -> Iterator[tuple[Float[Tensor, "bn d"], slice]]:
-    """Tokens of a bounded number of points at a time, and which they are of each task's."""
-    b, n, inputs = data.shape
-    d = plan.absorbed.shape[1]
-    step = max(TOKENS // (b * d * precision.operands.itemsize), precision.tiles.cut(d).tokens)
+    partial = (
+        torch.empty(b, parts, rows, device=data.device),
+        torch.empty(b, parts, rows, d, device=data.device),
+    )
+    step = max(TOKENS // (b * d * precision.operands.itemsize), tiles.tokens)
     tokens = torch.empty(b * min(step, n), d, dtype=precision.operands, device=data.device)
     for start in range(0, n, step):
-        here = slice(start, min(start + step, n))
-        _embed(plan, data[:, here].contiguous().view(-1, inputs), tokens, precision.embedding)
-        yield tokens, here
+        here = data[:, start : start + step].contiguous().view(-1, inputs)
+        extra = None if bias is None else bias[:, start : start + step].contiguous()
+        _embed(plan, here, tokens, precision.embedding)
+        points = len(here) // b
+        _kernels().softmax(
+            tokens, extra, plan.absorbed, partial, points=points, first=start == 0, precision=precision
+        )
+    return partial
 
 
 @functools.cache

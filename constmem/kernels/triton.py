@@ -11,10 +11,7 @@ are rows of one matrix that meets a tile of tokens twice. Nothing of the size of
 tokens, a bounded number at a time; the state of each stretch of points is joined with others in float64.
 
 Normalised tokens have a mean of zero: turned so that one channel is zero, they have room for a channel of
-ones there, by which products add up the shares of a softmax. Of many points, a few tell about how large the
-largest score will be: with that guess subtracted by the channel of ones too, only an exponential stands
-between the two products. Should a score be far above the guess, the sum is infinite, and the guess is
-dropped.
+ones there, by which products add up the shares of a softmax.
 """
 
 from typing import Any, NamedTuple
@@ -40,10 +37,6 @@ class Tiles(NamedTuple):
     stages: int
     programs: int
 
-    def cut(self, d: int) -> "Tiles":
-        """The tiles for tokens of d channels: as many bytes at a time, however wide they are."""
-        return self if d <= 64 else self._replace(tokens=self.tokens // 2)
-
 
 class Precision(NamedTuple):
     """Operands of matrix products, whose sums are float32, and how those of float32 are multiplied.
@@ -58,17 +51,16 @@ class Precision(NamedTuple):
     embedding: str
     lift: float
     tiles: Tiles
-    guessing: Tiles
+
+    def cut(self, d: int) -> Tiles:
+        """The tiles for tokens of d channels: as many bytes at a time, however wide they are."""
+        return self.tiles if d <= 64 else self.tiles._replace(tokens=self.tiles.tokens // 2)
 
 
 PRECISIONS = {
-    "half": Precision(
-        torch.float16, "tf32", "bfloat16 x 3", 15.0, Tiles(64, 128, 4, 3, 3), Tiles(64, 128, 4, 3, 3)
-    ),
-    "tf32": Precision(torch.float32, "tf32", "tf32x3", 0.0, Tiles(128, 64, 8, 2, 2), Tiles(128, 64, 8, 2, 2)),
-    "exact": Precision(
-        torch.float32, "tf32x3", "float64", 0.0, Tiles(128, 64, 8, 2, 1), Tiles(128, 64, 8, 2, 1)
-    ),
+    "half": Precision(torch.float16, "tf32", "bfloat16 x 3", 15.0, Tiles(64, 128, 4, 3, 3)),
+    "tf32": Precision(torch.float32, "tf32", "tf32x3", 0.0, Tiles(128, 64, 8, 2, 2)),
+    "exact": Precision(torch.float32, "tf32x3", "float64", 0.0, Tiles(128, 64, 8, 2, 1)),
 }
 CUT = {"bfloat16 x 3": tl.bfloat16, "float16 x 3": tl.float16}  # products of halves of float32
 EMBEDDED = 128  # points a program embeds
@@ -166,33 +158,6 @@ def _softmax(
     tl.store(acc + place[:, None] * D + dims[None, :], seen)
 
 
-@triton.jit(do_not_specialize=["n", "stretch", "new"])
-def _guessed(
-    tokens, absorbed, acc, n, stretch, slots, new,
-    S: tl.constexpr, D: tl.constexpr, T: tl.constexpr, PRODUCTS: tl.constexpr,
-):  # fmt: skip
-    """The softmaxes of a few slots over one stretch of one task's tokens, scores counted from a guess."""
-    block, part, task = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    rows, cols, dims = block * S + tl.arange(0, S), tl.arange(0, T), tl.arange(0, D)
-    a = tl.load(absorbed + (task * slots + rows)[:, None] * D + dims[None, :])
-    place = (task * tl.num_programs(1) + part) * slots + rows
-    kept = acc + place[:, None] * D + dims[None, :]
-    seen = tl.load(kept, mask=(rows >= new)[:, None], other=0.0)
-    start = part * stretch
-    stop = tl.minimum(start + stretch, n)
-    whole = start + tl.maximum(stop - start, 0) // T * T
-    own = tokens + task.to(tl.int64) * n * D + cols[:, None] * D + dims[None, :]
-    for at in range(start, whole, T):
-        h = tl.load(own + at * D)
-        shares = tl.exp2(tl.dot(a, tl.trans(h), input_precision=PRODUCTS))
-        seen = tl.dot(shares.to(h.dtype), h, acc=seen, input_precision=PRODUCTS)
-    if whole < stop:  # tokens of nothing but zeros add nothing
-        h = tl.load(own + whole * D, mask=(whole + cols < stop)[:, None], other=0.0)
-        shares = tl.exp2(tl.dot(a, tl.trans(h), input_precision=PRODUCTS))
-        seen = tl.dot(shares.to(h.dtype), h, acc=seen, input_precision=PRODUCTS)
-    tl.store(kept, seen)
-
-
 @triton.jit(do_not_specialize=["parts"])
 def _joined(
     top, acc, score, project, shift, value, lse, parts, padded, slots, channels,
@@ -257,32 +222,12 @@ def softmax(
 ) -> None:
     """Let every task's tokens be met by all slots, one stretch of them for each part of `partial`."""
     tasks, parts, slots = partial[0].shape
-    tiles = precision.tiles.cut(tokens.shape[1])
+    tiles = precision.cut(tokens.shape[1])
     stretch = triton.cdiv(triton.cdiv(points, parts), tiles.tokens) * tiles.tokens
     launch(
         _softmax, (slots // tiles.rows, parts, tasks), tokens, tokens if bias is None else bias, absorbed,
         *partial, points, stretch, slots, slots if first else 0,
         BIASED=bias is not None, LIFT=precision.lift, S=tiles.rows, D=tokens.shape[1], T=tiles.tokens,
-        PRODUCTS=precision.products, num_warps=tiles.warps, num_stages=tiles.stages,
-    )  # fmt: skip
-
-
-def guessed(
-    tokens: Float[Tensor, "bn d"],
-    absorbed: Float[Tensor, "b s d"],
-    acc: Float[Tensor, "b p s d"],
-    *,
-    points: int,
-    first: bool,
-    precision: Precision,
-) -> None:
-    """The same without masks, where `absorbed` subtracts guesses at the largest scores."""
-    tasks, parts, slots, d = acc.shape
-    tiles = precision.guessing.cut(d)
-    stretch = triton.cdiv(triton.cdiv(points, parts), tiles.tokens) * tiles.tokens
-    launch(
-        _guessed, (slots // tiles.rows, parts, tasks), tokens, absorbed, acc, points, stretch, slots,
-        slots if first else 0, S=tiles.rows, D=d, T=tiles.tokens,
         PRODUCTS=precision.products, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
