@@ -113,7 +113,9 @@ def summary() -> list[str]:
     names = {"half": "half precision", "tf32": "TF32"}
     for row in of("condition"):
         if row["points"] == 10**6 and row["how"] in names:
-            ratios = f"**{row['times_the_literal']:g}x** the rate ({row['times_at_once']:g}x at once)"
+            chunks, once, *in_tf32 = (row[key] for key in LITERALS)
+            tf32 = " and ".join(f"{ratio:g}x" for ratio in in_tf32)
+            ratios = f"**{chunks:g}x** the rate ({once:g}x at once; {tf32} if the literal is in TF32)"
             lines.append(f"| condition on 1e6 points, {names[row['how']]} | {ratios} | 1x |")
     for row in of("update"):
         if row["how"] == "half" and row["streams"] in (1, 4096):
