@@ -27,8 +27,6 @@ typedef int32_t Int __attribute__((vector_size(4 * LANES)));
 typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));  // anywhere in memory
 typedef double Doubles __attribute__((vector_size(4 * LANES)));  // half as many
 typedef double LooseDoubles __attribute__((vector_size(4 * LANES), aligned(8), may_alias));
-typedef float Floats __attribute__((vector_size(2 * LANES)));    // as many as there are Doubles
-typedef float LooseFloats __attribute__((vector_size(2 * LANES), aligned(4), may_alias));
 
 // A load that straddles two lines of the cache takes twice as long, so that all of ours start on one.
 constexpr size_t LINE = 64;
@@ -57,17 +55,31 @@ static inline void store(double* p, Doubles v) { *reinterpret_cast<LooseDoubles*
 static inline Vec splat(float x) { return x - Vec{}; }  // not x + 0, which would have to be computed
 static inline Doubles splat(double x) { return x - Doubles{}; }
 
+template <class T>
+constexpr int LANES_OF = sizeof(Vec) / sizeof(T);
+
 static inline Doubles widened(const float* p) {
-    return __builtin_convertvector((Floats)*reinterpret_cast<const LooseFloats*>(p), Doubles);
+#if defined(__AVX512F__)
+    return (Doubles)_mm512_cvtps_pd(_mm256_loadu_ps(p));
+#elif defined(__AVX__)
+    return (Doubles)_mm256_cvtps_pd(_mm_loadu_ps(p));
+#endif
+    Doubles v{};
+    for (int i = 0; i < LANES_OF<double>; i++) v[i] = p[i];
+    return v;
 }
+
 static inline void store_narrowed(float* p, Doubles v) {
-    *reinterpret_cast<LooseFloats*>(p) = __builtin_convertvector(v, Floats);
+#if defined(__AVX512F__)
+    return _mm256_storeu_ps(p, _mm512_cvtpd_ps((__m512d)v));
+#elif defined(__AVX__)
+    return _mm_storeu_ps(p, _mm256_cvtpd_ps((__m256d)v));
+#endif
+    for (int i = 0; i < LANES_OF<double>; i++) p[i] = (float)v[i];
 }
 
 template <class T>  // float or double
 using VecOf = decltype(load((const T*)nullptr));
-template <class T>
-constexpr int LANES_OF = sizeof(Vec) / sizeof(T);
 
 // Keeps a vector in a register: compilers like to read it from memory again for every product, and a
 // machine can load half as many whole vectors as it can multiply.
