@@ -13,6 +13,10 @@
 
 constexpr int TILE = 64;              // points of a tile
 constexpr int WIDE = LANES == 16 ? 4 : 2, ROWS = 4;  // vectors and rows of a layer multiplied at once
+template <class T>  // a weight that has to be widened first had better meet many vectors
+constexpr int WIDE_OF = sizeof(T) == 4 ? WIDE : 4;
+template <class T>
+constexpr int ROWS_OF = sizeof(T) == 4 || LANES == 16 ? ROWS : 2;
 constexpr int POINTS = 4;             // points whose scores are in registers at once
 constexpr int SUMS = LANES == 16 ? 16 : 8;   // channels whose sums are
 constexpr int WHOLE = 16;             // channels and slots are padded to a multiple of this
@@ -57,14 +61,14 @@ struct Partial {  // the running softmax of one worker
 template <int R, class T>
 static inline void layer_rows(const float* w, long row, long step, const float* bias, const T* in, long k, int count, T* out,
                               bool relu) {
-    constexpr int lanes = LANES_OF<T>;
-    for (int part = 0; part < count; part += WIDE * lanes) {
-        VecOf<T> sums[R][WIDE];
+    constexpr int lanes = LANES_OF<T>, wide = WIDE_OF<T>;
+    for (int part = 0; part < count; part += wide * lanes) {
+        VecOf<T> sums[R][wide];
         for (int r = 0; r < R; r++)
-            for (int v = 0; v < WIDE; v++) sums[r][v] = splat((T)bias[r]);
-        multiply<R, WIDE>(w, row, step, in + part, TILE, k, sums);
+            for (int v = 0; v < wide; v++) sums[r][v] = splat((T)bias[r]);
+        multiply<R, wide>(w, row, step, in + part, TILE, k, sums);
         for (int r = 0; r < R; r++)
-            for (int v = 0; v < WIDE; v++)
+            for (int v = 0; v < wide; v++)
                 store(out + r * TILE + part + v * lanes, relu ? larger(VecOf<T>{}, sums[r][v]) : sums[r][v]);
     }
 }
@@ -72,7 +76,8 @@ static inline void layer_rows(const float* w, long row, long step, const float* 
 template <class T>
 static void layer(const float* w, const float* bias, const T* in, long k, long n, int count, T* out, bool relu) {
     long r = 0;
-    for (; r + ROWS <= n; r += ROWS) layer_rows<ROWS>(w + r * k, k, 1, bias + r, in, k, count, out + r * TILE, relu);
+    constexpr int rows = ROWS_OF<T>;
+    for (; r + rows <= n; r += rows) layer_rows<rows>(w + r * k, k, 1, bias + r, in, k, count, out + r * TILE, relu);
     for (; r < n; r++) layer_rows<1>(w + r * k, k, 1, bias + r, in, k, count, out + r * TILE, relu);
 }
 
