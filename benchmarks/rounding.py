@@ -88,13 +88,13 @@ class Observer:
         shares = rounding(torch.exp2(scores - scores.amax(-1, keepdim=True)))
         return shares @ rounding(v) / shares.sum(-1, keepdim=True), softmax(scores, v, exact)[1]
 
-    def by_machine(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        """What the CPU's machine code is off by when coarser products are asked for."""
+    def by_machine(self, points: Tensor, precision: str) -> tuple[Tensor, Tensor]:
+        """What the CPU's machine code is off by when products so precise are asked for."""
         before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high")
+        torch.set_float32_matmul_precision(precision)
         found = self.model.stack.observation.observe(points.float()[None], embed=self.model.embed)
         torch.set_float32_matmul_precision(before)
-        true = self.wide.stack.observation.observe(points.float().double()[None], embed=self.wide.embed)
+        true = self.wide.stack.observation.observe(points[None], embed=self.wide.embed)
         return (found.value - true.value)[0].flatten(0, 1), (found.lse - true.lse)[0].flatten(0, 1)
 
     def absorbed(self, h: Tensor, rounding: Rounding, lift: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -123,6 +123,8 @@ def variants(o: Observer, points: Tensor) -> Iterator[tuple[str, str, tuple[Tens
     for rounding, terms in ((bfloat16, 1), (tf32, 1), (bfloat16, 3), (tf32, 3)):
         name = rounding.__name__ if terms == 1 else f"{terms} products of {rounding.__name__}"
         yield "embedding", name, o.absorbed(o.tokens(points, rounding, terms), exact)
+    plain = F.layer_norm(o.model.embed(points.float()), h.shape[-1:]).double()
+    yield "embedding", "float32", o.absorbed(plain, exact)
     rounded = o.tokens(points, bfloat16, 3)
     yield (
         "all, as the kernels do",
@@ -132,17 +134,21 @@ def variants(o: Observer, points: Tensor) -> Iterator[tuple[str, str, tuple[Tens
     yield "projection to keys alone", "bfloat16", o.weighed(h, exact, key=bfloat16)
     yield "projection to values, shares and values", "bfloat16", o.weighed(h, bfloat16, value=bfloat16)
     yield "shares and values", "bfloat16", o.weighed(h, bfloat16)
+    value, lse = o.absorbed(h, exact)
     if native.has_bfloat16():
-        value, lse = o.absorbed(h, exact)
-        off, lse_off = o.by_machine(points)
+        off, lse_off = o.by_machine(points, "high")
         yield "the same, as the machine code of CPUs does", "bfloat16", (value + off, lse + lse_off)
+    if native.usable():
+        off, lse_off = o.by_machine(points, "highest")
+        how = "float32, but for an embedding in float64"
+        yield "all, as the machine code of CPUs does", how, (value + off, lse + lse_off)
 
 
 def main() -> None:
     observer, rows = Observer(), []
     with torch.no_grad():
-        for n in (100, 784, 4096):
-            points = strokes(n)
+        for n in (20, 100, 784, 4096):
+            points = strokes(n).float().double()
             value, lse = observer.absorbed(observer.tokens(points), exact)
             for what, how, (found, found_lse) in variants(observer, points):
                 row: dict[str, Any] = {"rounded": what, "operands": how, "points": n}

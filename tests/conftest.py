@@ -1,5 +1,6 @@
-"""What all tests share: one thread, one seed a test, hypothesis without deadlines."""
+"""What all tests share: one thread, one seed a test, no deadlines, machine code for vectors of any width."""
 
+import platform
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ torch.set_num_threads(1)
 settings.register_profile("constmem", deadline=None, max_examples=25, derandomize=True, database=None)
 settings.load_profile("constmem")
 
+VECTORS = {"widest": (), "256 bits": ("-mno-avx512f",), "128 bits": ("-mno-avx",)}
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
 Kinds = type[Exception] | tuple[type[Exception], ...]
 Refuses = Callable[[Kinds, str], AbstractContextManager[None]]
 
@@ -41,3 +44,12 @@ def refuses(request: pytest.FixtureRequest) -> Refuses:
             assert re.search(message, str(caught.value)), str(caught.value)
 
     return check
+
+
+@pytest.fixture(params=list(VECTORS) if IS_X86 else ["widest"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's machine code as built for this machine, and as it would be for smaller ones."""
+    from constmem.kernels import compiled, native  # not before shapes are checked, where they are
+
+    found = native.load(compiled.built((*compiled.FLAGS, *VECTORS[request.param])))
+    monkeypatch.setattr(native, "library", lambda: found)

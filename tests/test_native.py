@@ -1,9 +1,7 @@
 """Machine code: the numbers of PyTorch's operators in float64; nothing is lost where it cannot be built."""
 
 import copy
-import ctypes
 import os
-import platform
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,22 +15,12 @@ from constmem import CMAB, CMANP
 from constmem.algebra import EMPTY
 from constmem.block import CMABStack
 from constmem.embed import MLP
-from constmem.kernels import compiled, native
+from constmem.kernels import native
 from constmem.neural_processes import Scales
 from constmem.observation import Observation
 from constmem.state import AttentionState
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
-VECTORS = {"widest": (), "256 bits": ("-mno-avx512f",), "128 bits": ("-mno-avx",)}
-IS_X86 = platform.machine() in ("x86_64", "AMD64")
-
-
-@pytest.fixture(params=list(VECTORS) if IS_X86 else ["widest"])
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    """The library as built for this machine, and as it would be for smaller ones."""
-    found = native.load(compiled.built((*compiled.FLAGS, *VECTORS[request.param])))
-    monkeypatch.setattr(native, "library", lambda: found)
-    return found
 
 
 def observation(dim: int, heads: int, slots: int, sharpness: float = 1.0) -> Observation:

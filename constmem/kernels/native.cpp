@@ -70,7 +70,7 @@ static double join(const Plan& p, const Partial* parts, long count, long at, boo
     std::fill(out, out + c, 0.0);
     for (long i = 0; i < count; i++) {
         const Partial& part = parts[i];
-        if (part.m[at] == UNSEEN) continue;
+        if (part.sum[at] == 0) continue;
         const double scale = part.m[at] == m ? 1.0 : std::exp2(part.m[at] - m);
         const float* __restrict__ acc = &part.acc[at / LANES * c * LANES + at % LANES];
         all += scale * part.sum[at];

@@ -4,8 +4,9 @@ What PyTorch needs a dozen operators and a buffer the size of the data for, one 
 tile. The library is compiled for the very machine at first use (a few seconds, kept in the user's cache
 folder); without a compiler, or with CONSTMEM_NATIVE=0, everything runs on PyTorch's operators as before.
 
-Where products coarser than float32 are asked for, shares and values are multiplied as bfloat16; scores,
-exponentials, normalisation and all sums stay float32. A CPU without such products computes in float32.
+An embedding's layers, but for the last, and the normalisation are computed in float64, all else in float32.
+Where coarser products are asked for, shares and values alone are multiplied as bfloat16; a CPU without such
+products computes in float32.
 """
 
 import ctypes

@@ -12,8 +12,11 @@
 #include "native_lanes.h"
 
 constexpr int TILE = 64;              // points of a tile
-constexpr int ACROSS = TILE / LANES;  // vectors of a tile
 constexpr int WIDE = LANES == 16 ? 4 : 2, ROWS = 4;  // vectors and rows of a layer multiplied at once
+template <class T>  // a weight that has to be widened first had better meet many vectors
+constexpr int WIDE_OF = sizeof(T) == 4 ? WIDE : 4;
+template <class T>
+constexpr int ROWS_OF = sizeof(T) == 4 || LANES == 16 ? ROWS : 2;
 constexpr int POINTS = 4;             // points whose scores are in registers at once
 constexpr int SUMS = LANES == 16 ? 16 : 8;   // channels whose sums are
 constexpr int WHOLE = 16;             // channels and slots are padded to a multiple of this
@@ -54,50 +57,62 @@ struct Partial {  // the running softmax of one worker
     }
 };
 
-// out[r, :] = act(weight[r, :] in + bias[r]) for a tile whose points lie side by side.
-template <int R>
-static inline void layer_rows(const float* w, long row, long step, const float* bias, const float* in, long k, float* out,
+// out[r, :] = act(weight[r, :] in + bias[r]) for the first `count` points of a tile, which lie side by side.
+template <int R, class T>
+static inline void layer_rows(const float* w, long row, long step, const float* bias, const T* in, long k, int count, T* out,
                               bool relu) {
-    for (int part = 0; part < ACROSS; part += WIDE) {
-        Vec sums[R][WIDE];
+    constexpr int lanes = LANES_OF<T>, wide = WIDE_OF<T>;
+    for (int part = 0; part < count; part += wide * lanes) {
+        VecOf<T> sums[R][wide];
         for (int r = 0; r < R; r++)
-            for (int v = 0; v < WIDE; v++) sums[r][v] = splat(bias[r]);
-        multiply<R, WIDE>(w, row, step, in + part * LANES, TILE, k, sums);
+            for (int v = 0; v < wide; v++) sums[r][v] = splat((T)bias[r]);
+        multiply<R, wide>(w, row, step, in + part, TILE, k, sums);
         for (int r = 0; r < R; r++)
-            for (int v = 0; v < WIDE; v++)
-                store(out + r * TILE + (part + v) * LANES, relu ? larger(sums[r][v], Vec{}) : sums[r][v]);
+            for (int v = 0; v < wide; v++)
+                store(out + r * TILE + part + v * lanes, relu ? larger(VecOf<T>{}, sums[r][v]) : sums[r][v]);
     }
 }
 
-static void layer(const float* w, const float* bias, const float* in, long k, long n, float* out, bool relu) {
+template <class T>
+static void layer(const float* w, const float* bias, const T* in, long k, long n, int count, T* out, bool relu) {
     long r = 0;
-    for (; r + ROWS <= n; r += ROWS) layer_rows<ROWS>(w + r * k, k, 1, bias + r, in, k, out + r * TILE, relu);
-    for (; r < n; r++) layer_rows<1>(w + r * k, k, 1, bias + r, in, k, out + r * TILE, relu);
+    constexpr int rows = ROWS_OF<T>;
+    for (; r + rows <= n; r += rows) layer_rows<rows>(w + r * k, k, 1, bias + r, in, k, count, out + r * TILE, relu);
+    for (; r < n; r++) layer_rows<1>(w + r * k, k, 1, bias + r, in, k, count, out + r * TILE, relu);
 }
 
-static void normalise(float* tile, long width) {
-    for (int part = 0; part < ACROSS; part++) {
-        float* column = tile + part * LANES;
-        Vec mean{}, square{};
-        for (long d = 0; d < width; d++) mean += load(column + d * TILE);
-        mean /= (float)width;
-        for (long d = 0; d < width; d++) {
-            const Vec x = load(column + d * TILE) - mean;
-            square += x * x;
+static void normalise(float* tile, long width, int count) {
+    constexpr int lanes = LANES_OF<double>;
+    for (int part = 0; part < count; part += WIDE * lanes) {
+        Doubles mean[WIDE] = {}, square[WIDE] = {};
+        for (long d = 0; d < width; d++)
+            for (int v = 0; v < WIDE; v++) mean[v] += widened(tile + d * TILE + part + v * lanes);
+        for (int v = 0; v < WIDE; v++) mean[v] /= (double)width;
+        for (long d = 0; d < width; d++)
+            for (int v = 0; v < WIDE; v++) {
+                const Doubles x = widened(tile + d * TILE + part + v * lanes) - mean[v];
+                square[v] += x * x;
+            }
+        for (int v = 0; v < WIDE; v++) {
+            Doubles scale = square[v] / (double)width + 1e-5;
+            for (int i = 0; i < lanes; i++) scale[i] = 1 / std::sqrt(scale[i]);
+            for (long d = 0; d < width; d++) {
+                float* x = tile + d * TILE + part + v * lanes;
+                store_narrowed(x, (widened(x) - mean[v]) * scale);
+            }
         }
-        Vec scale = square / (float)width + 1e-5f;
-        for (int i = 0; i < LANES; i++) scale[i] = 1.0f / std::sqrt(scale[i]);
-        for (long d = 0; d < width; d++) store(column + d * TILE, (load(column + d * TILE) - mean) * scale);
     }
 }
 
 struct Scratch {
-    Memory<float> first, second, tokens, keys, values, bias, shares;
+    Memory<double> now, next;  // of an embedding's layers
+    Memory<float> last, tokens, keys, values, bias, shares;
     Memory<Half> halves;
     Scratch(const Plan& p, int tiles) {
         const int64_t widest = *std::max_element(p.widths, p.widths + p.layers + 1);
-        first.resize(widest * TILE);
-        second.resize(widest * TILE);
+        now.resize(widest * TILE);
+        next.resize(widest * TILE);
+        last.resize(widest * TILE);
         tokens.resize(tiles * p.widths[p.layers] * TILE);
         keys.resize(p.channels * TILE);
         values.resize(p.channels * TILE);
@@ -107,20 +122,20 @@ struct Scratch {
     }
 };
 
-// A tile's points, turned, through the embedding and the normalisation.
+// A tile's points, turned, through the embedding and the normalisation. What a layer rounds, those after it amplify,
+// dozens of times where weights are trained: so all layers but the last compute in float64.
 static void embed(const Plan& p, const float* const* points, int count, Scratch& s, float* tokens) {
-    const long in = p.widths[0], width = p.widths[p.layers];
-    float* now = p.layers ? s.first.data() : tokens;
-    for (long d = 0; d < in; d++)
-        for (int t = 0; t < TILE; t++) now[d * TILE + t] = t < count ? points[t][d] : 0.0f;
-    float* other = s.second.data();
-    for (long l = 0; l < p.layers; l++) {
-        float* out = l + 1 == p.layers ? tokens : other;
-        layer(p.weight[l], p.bias[l], now, p.widths[l], p.widths[l + 1], out, l + 1 < p.layers);
-        other = now;
-        now = out;
+    for (long d = 0; d < p.widths[0]; d++)
+        for (int t = 0; t < TILE; t++) s.now[d * TILE + t] = t < count ? points[t][d] : 0.0f;
+    const long end = std::max<long>(p.layers - 1, 0), before = p.widths[end], width = p.widths[p.layers];
+    for (long l = 0; l < end; l++) {
+        layer(p.weight[l], p.bias[l], s.now.data(), p.widths[l], p.widths[l + 1], count, s.next.data(), true);
+        s.now.swap(s.next);
     }
-    normalise(tokens, width);
+    float* last = p.layers ? s.last.data() : tokens;
+    for (long i = 0; i < before * TILE; i += LANES_OF<double>) store_narrowed(last + i, load(s.now.data() + i));
+    if (p.layers) layer(p.weight[end], p.bias[end], last, before, width, count, tokens, false);
+    normalise(tokens, width, count);
 }
 
 struct Tile {  // what a head sees of some points
@@ -213,17 +228,18 @@ static inline void see_more(const float* shares, const float* values, int count,
 }
 
 // out[r, :] = weight[:, r] tokens + shift[r] for the channels of a head.
-static void project(const float* weight, const float* shift, const float* tokens, long width, long channels, float* out) {
+static void project(const float* weight, const float* shift, const float* tokens, long width, long channels, int count,
+                    float* out) {
     for (long r = 0; r < channels; r += ROWS)
-        layer_rows<ROWS>(weight + r, 1, channels, shift ? shift + r : NONE, tokens, width, out + r * TILE, false);
+        layer_rows<ROWS>(weight + r, 1, channels, shift ? shift + r : NONE, tokens, width, count, out + r * TILE, false);
 }
 
 // What one head makes of a tile.
 template <class How>
 static void see_tile(const Plan& p, long head, const float* tokens, const float* bias, int count, Scratch& s, Partial& into) {
     const long width = p.widths[p.layers], c = p.channels, slots = padded_slots(p);
-    project(p.key + head * width * c, p.key_shift + head * c, tokens, width, c, s.keys.data());
-    project(p.value + head * width * c, nullptr, tokens, width, c, s.values.data());
+    project(p.key + head * width * c, p.key_shift + head * c, tokens, width, c, count, s.keys.data());
+    project(p.value + head * width * c, nullptr, tokens, width, c, count, s.values.data());
     How::round(s.values.data(), c, s.halves.data());
     const Tile tile{s.keys.data(), s.values.data(), s.halves.data(), bias, count};
     for (long slot = 0; slot < p.slots; slot += LANES) {
