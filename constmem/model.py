@@ -81,7 +81,8 @@ class Model(nn.Module, ABC):
 
         Args:
             folder: one that `save_pretrained` wrote, or the name of weights that come with the package
-                (`SHIPPED`): "emnist", handwritten characters of 28x28 grey pixels.
+                (`SHIPPED`): "emnist", handwritten characters of 28x28 grey pixels; "gp", smooth functions
+                of one number between -2 and 2, seen with little noise.
             device: where to put it.
         """
         if str(folder) in SHIPPED and not Path(folder).is_dir():

@@ -12,7 +12,7 @@ import torch
 from family import data, small
 from torch.distributions import Normal
 
-from constmem.data import Task, gp_evaluation_tasks
+from constmem.data import Kernel, Task, gp_evaluation_tasks
 from constmem.evaluate import AT_ONCE, crps_of, evaluate, pit_values
 from constmem.heads import SampleMixture
 from constmem.neural_processes import CMANP, MODELS
@@ -171,6 +171,15 @@ def test_the_shipped_model_completes_digits_of_another_data_set() -> None:
             errors.append(float((dist.mean - y[:, rest]).square().mean().sqrt()))
     assert errors[0] > errors[1] > errors[2]
     assert errors[2] < 0.6 * errors[0]
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "matern"])
+def test_the_shipped_model_of_functions_comes_near_the_exact_posterior(kernel: Kernel) -> None:
+    model = CMANP.from_pretrained("gp")
+    pairs = list(gp_evaluation_tasks(kernel=kernel, seed=1, num_batches=4))
+    found = evaluate(model, [task for task, _ in pairs]).log_likelihood_by_batch
+    exact = [process.posterior(task).log_prob(task.yt.double()).mean() for task, process in pairs]
+    assert 0 < float(torch.stack(exact).mean()) - found < 0.4
 
 
 def test_the_example_with_digits_draws_its_picture(tmp_path: Path) -> None:
