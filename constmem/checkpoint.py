@@ -1,5 +1,6 @@
 """Everything a run needs to go on as if it had never stopped: weights, optimiser, randomness, step."""
 
+import logging
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from constmem.files import read_tensors, write_tensors
 
 KIND, VERSION = "constmem.checkpoint", 1
 FILE = "checkpoint.safetensors"
+_log = logging.getLogger("constmem")
 
 
 def save(
@@ -46,5 +48,15 @@ def load(
         state = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
         if state:  # frozen parameters have none
             optimiser.state[parameter] = {k: t.to(parameter.device) for k, t in state.items()}
-    generator.set_state(tensors["generator"])
-    return int(header["step"])
+    step = int(header["step"])
+    _go_on(generator, tensors["generator"], step)
+    return step
+
+
+def _go_on(generator: torch.Generator, state: Tensor, step: int) -> None:
+    """Random numbers where they were; of a checkpoint from another kind of device, others than before."""
+    if state.shape == generator.get_state().shape:
+        generator.set_state(state)
+        return
+    _log.warning("the checkpoint's random numbers are another device's: the run goes on with new ones")
+    generator.manual_seed(generator.initial_seed() + step)

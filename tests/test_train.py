@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from constmem import checkpoint, recipes, sources, train
+from constmem.files import read_tensors, write_tensors
 from constmem.neural_processes import CMANP, NeuralProcess
 from constmem.neural_processes import MODELS as NEURAL_PROCESSES
 from constmem.optimiser import Muon
@@ -83,6 +84,22 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
     train.train(small_run("steps=2"), out=tmp_path)
     with pytest.raises(FileExistsError, match="--resume"):
         train.train(small_run("steps=2"), out=tmp_path)
+
+
+def test_a_run_begun_on_another_kind_of_device_goes_on_with_new_random_numbers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = small_run()
+    train.train(run, out=tmp_path, stop_after=5)
+    path = tmp_path / checkpoint.FILE
+    tensors, header = read_tensors(path, kind=checkpoint.KIND, version=checkpoint.VERSION)
+    tensors["generator"] = torch.zeros(16, dtype=torch.uint8)  # as large as a GPU's
+    write_tensors(path, tensors, header)
+    with caplog.at_level("WARNING", "constmem"):
+        train.train(run, out=tmp_path, resume=True)
+    assert "another device's" in caplog.text
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert max(steps) == run.recipe.steps
 
 
 def test_a_run_of_other_settings_is_not_resumed(tmp_path: Path) -> None:
