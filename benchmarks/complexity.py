@@ -245,7 +245,7 @@ def figure(rows: list[dict[str, Any]]) -> None:
             draw(panel, shown, gap=1.3 if style == "fused" else 1.45)
             panel.set(xscale="log", yscale="log")
             panel.set_title(f"{phase}, attention {style}", fontsize=9, loc="left")
-            panel.set_xlim(SIZES[style][0] / 1.2, SIZES[style][-1] * 4)
+            panel.set_xlim(SIZES[style][0] / 1.2, SIZES[style][-1] * 8)
             panel.set_xticks(SIZES[style], [f"{n:,}" for n in SIZES[style]])
             panel.minorticks_off()
             panel.grid(alpha=0.25)
