@@ -36,6 +36,20 @@ def fold(project: nn.Module, q: Tensor, chunks: list[Chunk]) -> AttentionState:
     return AttentionState(value, lse, count)
 
 
+def joined(*chunks: Chunk) -> Chunk:
+    """Put chunks one behind the other; there is a mask if any of them has one."""
+    if len(chunks) == 1:
+        return chunks[0]
+    xs, ys, masks = zip(*chunks, strict=True)
+    if all(mask is None for mask in masks):
+        return torch.cat(xs, 1), torch.cat(ys, 1), None
+    filled = [
+        torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
+        for x, mask in zip(xs, masks, strict=True)
+    ]
+    return torch.cat(xs, 1), torch.cat(ys, 1), torch.cat(filled, 1)
+
+
 def _stream(project: nn.Module, q: Tensor, chunks: Iterable[Chunk]) -> AttentionState:
     state: AttentionState | None = None
     for x, y, mask in chunks:
@@ -94,7 +108,7 @@ class _Fold(torch.autograd.Function):
                 continue
             wanted = [t for t in (*parameters.values(), x, y) if t.requires_grad]
             found = torch.autograd.grad((k, v), wanted, upstream, allow_unused=True)
-            _accumulate(grads, zip(wanted, found, strict=True))
+            accumulate(grads, zip(wanted, found, strict=True))
         return None, None, None, grad_q, *(grads.get(id(leaf)) for leaf in leaves)
 
 
@@ -128,7 +142,8 @@ def _part_backward(
     return grad_q.view_as(q), grad_k.reshape(k.shape), grad_v.reshape(v.shape)
 
 
-def _accumulate(grads: dict[int, Tensor], found: Iterator[tuple[Tensor, Tensor | None]]) -> None:
+def accumulate(grads: dict[int, Tensor], found: Iterator[tuple[Tensor, Tensor | None]]) -> None:
+    """Add gradients to those of the same leaves so far."""
     for leaf, grad in found:
         if grad is None:
             continue

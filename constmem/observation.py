@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from constmem.algebra import bias_of
 from constmem.attention import check_heads
 from constmem.embed import MLP
-from constmem.kernels import gpu, native
+from constmem.kernels import absorption, gpu, native
 from constmem.state import AttentionState
 from constmem.unchanged import bits_of, identities, products
 
@@ -220,7 +220,7 @@ class Observation(nn.Module):
         key = precision, *identities(t for layer in layers for t in layer)
         if key not in memory.plans:
             memory.plans.clear()
-            memory.plans[key] = gpu.plan(*self._prepare_exactly(), layers, precision)
+            memory.plans[key] = gpu.plan(absorption.absorb(*self._prepare_exactly()), layers, precision)
         plan: gpu.Plan | None = memory.plans[key]
         return plan
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from constmem import CMANP, checks
-from constmem.kernels import gpu, graphs, native
+from constmem.kernels import absorption, gpu, graphs, native
 from constmem.observation import Observation
 from constmem.state import AttentionState
 
@@ -213,8 +213,8 @@ def test_weights_beyond_the_range_of_float16_get_wider_products() -> None:
         torch.randn(32, 16).double(),
         torch.zeros(32).double(),
     )
-    small = gpu.plan(queries, weight, shift, [], "half")
-    large = gpu.plan(1e6 * queries, weight, shift, [], "half")
+    small = gpu.plan(absorption.absorb(queries, weight, shift), [], "half")
+    large = gpu.plan(absorption.absorb(1e6 * queries, weight, shift), [], "half")
     assert small is not None
     assert large is not None
     assert (small.precision, large.precision) == ("half", "tf32")

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from constmem.kernels.absorption import Absorbed
 from constmem.kernels.native import coarse, traced
 
 WIDEST = {"half": 128, "tf32": 64, "exact": 64}  # channels of a token
@@ -29,7 +30,7 @@ FEW = 512  # states up to which a new point is observed and merged at once: of m
 FEWEST = 16  # states up to which every program that merges embeds the point itself: of more, one for all
 PROGRAMS = 8  # that merge, on a multiprocessor
 CHUNK = 2**19  # points a model observes at a time
-_LARGEST_HALF = 3e4
+LARGEST_HALF = 3e4  # of rows, to base two
 _log = logging.getLogger("constmem")
 _failures: list[str] = []
 _Result = TypeVar("_Result")
@@ -125,30 +126,20 @@ def precision_of(dtype: torch.dtype) -> str | None:
     return "half" if coarse("cuda") or dtype != torch.float32 else "exact"
 
 
-def _padded(n: int) -> int:
+def padded(n: int) -> int:
+    """The channels of a tile that holds tokens of n."""
     return max(16, 1 << (n - 1).bit_length())
 
 
-def plan(
-    queries: Float[Tensor, "h s c"],
-    weight: Float[Tensor, "kv d"],
-    shift: Float[Tensor, " kv"],
-    layers: Sequence[tuple[Tensor, Tensor]],
-    precision: str,
-) -> Plan | None:
-    """Weights as `Observation.prepared` gives them, in float64, absorbed and padded; None if too wide."""
-    heads, _, channels = queries.shape
-    width = weight.shape[1]
-    d = _padded(max([width, *(n for w, _ in layers for n in w.shape)]))
-    (key, value), (key_shift, value_shift) = weight.chunk(2), shift.chunk(2)
-    turn = _turn(width, queries.device)
-    absorbed = (queries @ key.unflatten(0, (heads, channels))).flatten(0, 1) @ turn.T  # (h s, d)
-    score = (queries @ key_shift.view(heads, channels, 1)).flatten()
-    value = value @ turn.T
-    project = value.unflatten(0, (heads, channels))
-    single = torch.cat([absorbed, value]), torch.cat([score, value_shift])
-    rows = log2(torch.e) * absorbed
-    if precision == "half" and float(rows.abs().max()) > _LARGEST_HALF:
+def plan(absorbed: Absorbed, layers: Sequence[tuple[Tensor, Tensor]], precision: str) -> Plan | None:
+    """What was absorbed in float64, and the layers of an embedding, padded; None if too wide."""
+    width = absorbed.rows.shape[1]
+    d = padded(max([width, *(n for w, _ in layers for n in w.shape)]))
+    turn = _turn(width, absorbed.rows.device)
+    turned, project = absorbed.rows @ turn.T, absorbed.project @ turn.T
+    single = torch.cat([turned, project.flatten(0, 1)]), torch.cat([absorbed.score, absorbed.shift.flatten()])
+    rows = log2(torch.e) * turned
+    if precision == "half" and float(rows.abs().max()) > LARGEST_HALF:
         precision = "tf32"
     if d > WIDEST[precision]:
         _say(f"tokens or an embedding of {d} channels, more than {WIDEST[precision]} in {precision!r}")
@@ -157,8 +148,8 @@ def plan(
     embedding, bias = _square(_turned(layers, turn), d, double=precision == "exact")
     return Plan(
         precision, embedding, bias,
-        F.pad(rows, (0, d - width, 0, -len(rows) % ROWS)).to(operands).contiguous(), score,
-        F.pad(project, (0, d - width)).contiguous(), value_shift.view(heads, channels).contiguous(),
+        F.pad(rows, (0, d - width, 0, -len(rows) % ROWS)).to(operands).contiguous(), absorbed.score,
+        F.pad(project, (0, d - width)).contiguous(), absorbed.shift.contiguous(),
         (single[0].float(), single[1].float()), width,
     )  # fmt: skip
 

@@ -15,12 +15,12 @@ from torch.distributions import Distribution
 
 from constmem.algebra import bias_of
 from constmem.checks import positive
-from constmem.fold import Chunk
+from constmem.fold import Chunk, joined
 from constmem.heads import AnyStd, SampleMixture, logmeanexp, normal
 from constmem.initial import keep_variance
 from constmem.memory import Needs
 from constmem.neural_processes.base import M
-from constmem.neural_processes.chunks import joined, mean_of_real
+from constmem.neural_processes.chunks import mean_of_real
 from constmem.neural_processes.encoders import (
     Attended,
     AttentiveEncoder,

@@ -1,4 +1,4 @@
-"""Points a few at a time: cut, cleared of what masks leave out, joined, and put together again."""
+"""Points a few at a time: cut, cleared of what masks leave out, and put together again."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -41,20 +41,6 @@ def numbered(
         except (TypeError, ValueError) as error:
             raise type(error)(f"chunk {number}: {error}") from error
         yield cleared(x, y, mask)
-
-
-def joined(*chunks: Chunk) -> Chunk:
-    """Put chunks one behind the other; there is a mask if any of them has one."""
-    if len(chunks) == 1:
-        return chunks[0]
-    xs, ys, masks = zip(*chunks, strict=True)
-    if all(mask is None for mask in masks):
-        return torch.cat(xs, 1), torch.cat(ys, 1), None
-    filled = [
-        torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
-        for x, mask in zip(xs, masks, strict=True)
-    ]
-    return torch.cat(xs, 1), torch.cat(ys, 1), torch.cat(filled, 1)
 
 
 def mean_of_real(numbers: Float[Tensor, "b n"], mask: Tensor | None) -> Float[Tensor, ""]:

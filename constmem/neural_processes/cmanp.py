@@ -11,6 +11,7 @@ from constmem.attention import CrossAttention, FeedForward, Residual
 from constmem.block import CMABStack
 from constmem.embed import MLP
 from constmem.fold import Chunk, fold
+from constmem.fused_fold import fused_fold
 from constmem.heads import Gaussian, Std
 from constmem.kernels.graphs import Graphs
 from constmem.neural_processes.base import NeuralProcess
@@ -113,6 +114,9 @@ class CMANP(NeuralProcess):
 
     def _fold(self, chunks: list[Chunk]) -> AttentionState:
         observation = self.stack.observation
+        found = fused_fold(observation, self.embed, chunks)
+        if found is not None:
+            return found
         return fold(_Projection(self.embed, observation), observation.prepared().queries, chunks)
 
     def observing_parameters(self) -> list[nn.Parameter]:

@@ -6,11 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from constmem.fold import Chunk
+from constmem.fold import Chunk, joined
 from constmem.heads import AnyStd
 from constmem.memory import Needs
 from constmem.neural_processes.base import NeuralProcess
-from constmem.neural_processes.chunks import joined
 from constmem.neural_processes.encoders import Attended, AttentiveEncoder, PointDecoder, PoolingPair
 from constmem.neural_processes.stored import StoredPoints, StoringProcess
 from constmem.state import AttentionState

@@ -10,10 +10,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from constmem.files import read_tensors, write_tensors
-from constmem.fold import Chunk
+from constmem.fold import Chunk, joined
 from constmem.memory import require
 from constmem.neural_processes.base import M, NeuralProcess
-from constmem.neural_processes.chunks import joined
 from constmem.neural_processes.states import State
 
 VERSION = 1

@@ -1,0 +1,203 @@
+"""Conditioning on many points while learning, in constant memory, by the GPU's kernels.
+
+What `fold` does, with the queries absorbed into the key projection (`kernels/triton.py`): all that meets the
+points are rows a = q Wk, which take mean tokens and log-normalisers of them,
+
+    m = sum p h,    lse = log sum exp(a h),    p = exp(a h - lse).
+
+Rows before and values Wv m + bv behind are small, and plain autograd's. Forwards chunks are merged; backwards
+their tokens are computed again and their gradients follow from the whole softmax, as in `fold`.
+"""
+
+from collections.abc import Iterable, Iterator
+from math import log2
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from constmem.algebra import bias_of, settle
+from constmem.embed import MLP
+from constmem.fold import Chunk, accumulate, joined
+from constmem.kernels import gpu, gpu_backward
+from constmem.kernels.absorption import Absorbed, absorb
+from constmem.observation import Observation, Prepared
+from constmem.state import AttentionState
+
+LEAST = 2**14  # points of a task: of fewer, mean tokens are no longer small against them
+FORWARD, BACKWARD = 2**18, 2**16  # points handled at a time
+LONGEST = 2**24  # a chunk: places in it are counted by 32 bits
+
+
+def fused_fold(observation: Observation, embed: MLP | None, chunks: list[Chunk]) -> AttentionState | None:
+    """The state of all chunks together, with a lean gradient; None where the kernels cannot serve."""
+    if not _fits(observation, embed, chunks):
+        return None
+    return gpu.attempt(lambda: _state(observation, embed, chunks), gpu_backward.failures)
+
+
+def _fits(observation: Observation, embed: MLP | None, chunks: list[Chunk]) -> bool:
+    """Whether these are many plain float32 points on a GPU whose kernels run."""
+    slots = observation.slots
+    weights = [slots, *([] if embed is None else embed.parameters())]
+    sizes = [x.shape[1] for x, *_ in chunks]
+    return (
+        gpu.usable(slots.device)
+        and not gpu_backward.failures
+        and all(w.dtype == torch.float32 for w in weights)
+        and all(t.device == slots.device for chunk in chunks for t in chunk if t is not None)
+        and len({len(x) for x, *_ in chunks}) == 1
+        and len(chunks[0][0]) > 0
+        and sum(sizes) >= LEAST
+        and max(sizes) <= LONGEST
+    )
+
+
+def _state(observation: Observation, embed: MLP | None, chunks: list[Chunk]) -> AttentionState | None:
+    prepared = _prepared(observation)
+    queries = prepared.queries.flatten(0, 1)  # (h, s, c), of all blocks
+    absorbed = absorb(queries, prepared.weight, prepared.shift)
+    found = _mean_tokens(absorbed.rows, _Tokens(observation.dim, embed), chunks)
+    if found is None:
+        return None
+    mean, lse = found
+    value = mean.unflatten(1, queries.shape[:2]) @ absorbed.project.mT + absorbed.shift[:, None]
+    shape = len(mean), *prepared.queries.shape
+    value, lse = settle(value.view(shape), (lse + absorbed.score).view(shape[:-1]))
+    return AttentionState(value, lse, _counted(chunks))
+
+
+def _counted(chunks: list[Chunk]) -> Int[Tensor, " b"]:
+    """How many real points each task has."""
+    x = chunks[0][0]
+    unmasked = sum(x.shape[1] for x, _, mask in chunks if mask is None)
+    count = torch.full(x.shape[:1], unmasked, device=x.device)
+    return sum((mask.sum(-1) for *_, mask in chunks if mask is not None), count)
+
+
+class _Preparation(nn.Module):
+    """What an `Observation` computes from its parameters alone, whichever those are."""
+
+    def __init__(self, observation: Observation) -> None:
+        super().__init__()
+        self.observation = observation
+
+    def forward(self) -> Prepared:
+        return self.observation.prepared()
+
+
+def _prepared(observation: Observation) -> Prepared:
+    """The queries and the projection in float64, which no setting rounds; differentiable."""
+    wide = {f"observation.{name}": p.double() for name, p in observation.named_parameters()}
+    found: Prepared = functional_call(_Preparation(observation), wide, ())
+    return found
+
+
+class _Tokens(nn.Module):
+    """From points to normalised tokens."""
+
+    def __init__(self, dim: int, embed: MLP | None) -> None:
+        super().__init__()
+        self.dim, self.embed = dim, embed
+
+    def forward(self, x: Tensor, y: Tensor) -> Float[Tensor, "b n d"]:
+        points = torch.cat([x, y], -1).float()
+        return F.layer_norm(points if self.embed is None else self.embed(points), (self.dim,))
+
+
+def _mean_tokens(
+    rows: Float[Tensor, "s d"], tokens: _Tokens, chunks: list[Chunk]
+) -> tuple[Float[Tensor, "b s d"], Float[Tensor, "b s"]] | None:
+    """Mean tokens and lse in float64; None of what is too wide for the kernels."""
+    plan = _plan(rows.detach(), [] if tokens.embed is None else tokens.embed.weights())
+    if plan is None or not gpu_backward.rehearsed(plan.width, plan.precision, rows.device):
+        return None
+    parameters = dict(tokens.named_parameters())
+    points = [t for x, y, _ in chunks for t in (x, y)]
+    masks = [mask for *_, mask in chunks]
+    inputs = tuple(parameters), masks, rows, *parameters.values(), *points
+    mean, lse = _MeanTokens.apply(tokens, plan, *inputs)  # type: ignore[no-untyped-call]
+    return mean, lse
+
+
+@torch.no_grad()
+def _plan(rows: Float[Tensor, "s d"], layers: list[tuple[Tensor, Tensor]]) -> gpu.Plan | None:
+    """How the kernels take mean tokens: as values that are not projected."""
+    precision = gpu.precision_of(torch.float32)
+    if precision == "half" and log2(torch.e) * float(rows.abs().max()) > gpu.LARGEST_HALF:
+        precision = "tf32"
+    slots, width = rows.shape
+    eye = torch.eye(width, dtype=rows.dtype, device=rows.device)
+    given = Absorbed(rows, rows.new_zeros(slots), eye[None], rows.new_zeros(1, width))
+    return None if precision is None else gpu.plan(given, layers, precision)
+
+
+def _groups(chunks: Iterable[Chunk], points: int) -> Iterator[list[Chunk]]:
+    """Chunks one behind the other, as many as have so many points; those of nothing are left out."""
+    group: list[Chunk] = []
+    held = 0
+    for chunk in chunks:
+        tasks, n, _ = chunk[0].shape
+        if n:
+            group.append(chunk)
+        held += tasks * n
+        if held >= points:
+            yield group
+            group, held = [], 0
+    if group:
+        yield group
+
+
+class _MeanTokens(torch.autograd.Function):
+    """Softmaxes over all chunks, and a backward pass that walks the chunks a second time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tokens: _Tokens,
+        plan: gpu.Plan,
+        names: tuple[str, ...],
+        masks: list[Tensor | None],
+        rows: Tensor,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        points = tensors[len(names) :]
+        state: tuple[Tensor, Tensor] | None = None
+        for group in _groups(zip(points[::2], points[1::2], masks, strict=True), FORWARD):
+            x, y, mask = joined(*group)
+            part = gpu.observe(plan, torch.cat([x, y], -1).float(), bias_of(mask, None, torch.float32))
+            state = part if state is None else gpu.merge(*state, *part)
+        assert state is not None  # there are points
+        mean, lse = state[0][:, 0], state[1][:, 0]  # of one head, as it were
+        ctx.tokens, ctx.names, ctx.masks, ctx.precision = tokens, names, masks, plan.precision
+        ctx.save_for_backward(mean, lse, rows, *tensors)
+        ctx.set_materialize_grads(False)
+        return mean, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_mean: Tensor | None, grad_lse: Tensor | None) -> Any:
+        mean, lse, rows, *tensors = ctx.saved_tensors
+        grad_mean = torch.zeros_like(mean) if grad_mean is None else grad_mean
+        grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
+        whole = gpu_backward.whole(rows, mean, lse, grad_mean, grad_lse, ctx.precision)
+        _, _, _, _, rows_too, *needed = ctx.needs_input_grad
+        leaves = [t.detach().requires_grad_(need) for t, need in zip(tensors, needed, strict=True)]
+        parameters = dict(zip(ctx.names, leaves, strict=False))
+        points = leaves[len(ctx.names) :]
+        grads: dict[int, Tensor] = {}
+        for group in _groups(zip(points[::2], points[1::2], ctx.masks, strict=True), BACKWARD):
+            with torch.enable_grad(), torch.autocast(mean.device.type, enabled=False):
+                x, y, mask = joined(*group)
+                h = functional_call(ctx.tokens, parameters, (x, y))
+            grad = gpu_backward.part(whole, h.detach(), mask, rows=rows_too, tokens_too=h.requires_grad)
+            if grad is None:
+                continue
+            given = (*parameters.values(), *(t for x, y, _ in group for t in (x, y)))
+            wanted = [t for t in given if t.requires_grad]
+            accumulate(grads, zip(wanted, torch.autograd.grad(h, wanted, grad), strict=True))
+        grad_rows = gpu_backward.gradient_of_rows(whole, rows.shape[1]) if rows_too else None
+        return None, None, None, None, grad_rows, *(grads.get(id(leaf)) for leaf in leaves)
