@@ -6,7 +6,7 @@ computed again, and their gradients follow from the *whole* softmax, since a poi
 exp(score - lse). So the peak is that of one chunk, however many there are.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -142,7 +142,7 @@ def _part_backward(
     return grad_q.view_as(q), grad_k.reshape(k.shape), grad_v.reshape(v.shape)
 
 
-def accumulate(grads: dict[int, Tensor], found: Iterator[tuple[Tensor, Tensor | None]]) -> None:
+def accumulate(grads: dict[int, Tensor], found: Iterable[tuple[Tensor, Tensor | None]]) -> None:
     """Add gradients to those of the same leaves so far."""
     for leaf, grad in found:
         if grad is None:

@@ -10,7 +10,6 @@ their tokens are computed again and their gradients follow from the whole softma
 """
 
 from collections.abc import Iterable, Iterator
-from math import log2
 from typing import Any
 
 import torch
@@ -104,8 +103,12 @@ class _Tokens(nn.Module):
         self.dim, self.embed = dim, embed
 
     def forward(self, x: Tensor, y: Tensor) -> Float[Tensor, "b n d"]:
-        points = torch.cat([x, y], -1).float()
+        points = _points(x, y)
         return F.layer_norm(points if self.embed is None else self.embed(points), (self.dim,))
+
+
+def _points(x: Tensor, y: Tensor) -> Float[Tensor, "b n i"]:
+    return torch.cat([x, y], -1).float()
 
 
 def _mean_tokens(
@@ -113,7 +116,7 @@ def _mean_tokens(
 ) -> tuple[Float[Tensor, "b s d"], Float[Tensor, "b s"]] | None:
     """Mean tokens and lse in float64; None of what is too wide for the kernels."""
     plan = _plan(rows.detach(), [] if tokens.embed is None else tokens.embed.weights())
-    if plan is None or not gpu_backward.rehearsed(plan.width, plan.precision, rows.device):
+    if plan is None or not gpu_backward.rehearsed(plan.absorbed.shape[1], plan.precision, rows.device):
         return None
     parameters = dict(tokens.named_parameters())
     points = [t for x, y, _ in chunks for t in (x, y)]
@@ -127,8 +130,6 @@ def _mean_tokens(
 def _plan(rows: Float[Tensor, "s d"], layers: list[tuple[Tensor, Tensor]]) -> gpu.Plan | None:
     """How the kernels take mean tokens: as values that are not projected."""
     precision = gpu.precision_of(torch.float32)
-    if precision == "half" and log2(torch.e) * float(rows.abs().max()) > gpu.LARGEST_HALF:
-        precision = "tf32"
     slots, width = rows.shape
     eye = torch.eye(width, dtype=rows.dtype, device=rows.device)
     given = Absorbed(rows, rows.new_zeros(slots), eye[None], rows.new_zeros(1, width))
@@ -161,43 +162,55 @@ class _MeanTokens(torch.autograd.Function):
         plan: gpu.Plan,
         names: tuple[str, ...],
         masks: list[Tensor | None],
-        rows: Tensor,
+        rows: Tensor,  # noqa: ARG004 (the plan has them)
         *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
         points = tensors[len(names) :]
         state: tuple[Tensor, Tensor] | None = None
         for group in _groups(zip(points[::2], points[1::2], masks, strict=True), FORWARD):
             x, y, mask = joined(*group)
-            part = gpu.observe(plan, torch.cat([x, y], -1).float(), bias_of(mask, None, torch.float32))
+            part = gpu.observe(plan, _points(x, y), bias_of(mask, None, torch.float32))
             state = part if state is None else gpu.merge(*state, *part)
         assert state is not None  # there are points
         mean, lse = state[0][:, 0], state[1][:, 0]  # of one head, as it were
-        ctx.tokens, ctx.names, ctx.masks, ctx.precision = tokens, names, masks, plan.precision
-        ctx.save_for_backward(mean, lse, rows, *tensors)
+        ctx.tokens, ctx.plan, ctx.names, ctx.masks = tokens, plan, names, masks
+        ctx.save_for_backward(mean, lse, *tensors)
         ctx.set_materialize_grads(False)
         return mean, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_mean: Tensor | None, grad_lse: Tensor | None) -> Any:
-        mean, lse, rows, *tensors = ctx.saved_tensors
+        mean, lse, *tensors = ctx.saved_tensors
         grad_mean = torch.zeros_like(mean) if grad_mean is None else grad_mean
         grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
-        whole = gpu_backward.whole(rows, mean, lse, grad_mean, grad_lse, ctx.precision)
-        _, _, _, _, rows_too, *needed = ctx.needs_input_grad
+        whole = gpu_backward.whole(ctx.plan, mean, lse, grad_mean, grad_lse)
+        rows, needed = ctx.needs_input_grad[4], ctx.needs_input_grad[5:]
         leaves = [t.detach().requires_grad_(need) for t, need in zip(tensors, needed, strict=True)]
         parameters = dict(zip(ctx.names, leaves, strict=False))
         points = leaves[len(ctx.names) :]
         grads: dict[int, Tensor] = {}
-        for group in _groups(zip(points[::2], points[1::2], ctx.masks, strict=True), BACKWARD):
-            with torch.enable_grad(), torch.autocast(mean.device.type, enabled=False):
-                x, y, mask = joined(*group)
-                h = functional_call(ctx.tokens, parameters, (x, y))
-            grad = gpu_backward.part(whole, h.detach(), mask, rows=rows_too, tokens_too=h.requires_grad)
-            if grad is None:
-                continue
-            given = (*parameters.values(), *(t for x, y, _ in group for t in (x, y)))
-            wanted = [t for t in given if t.requires_grad]
-            accumulate(grads, zip(wanted, torch.autograd.grad(h, wanted, grad), strict=True))
-        grad_rows = gpu_backward.gradient_of_rows(whole, rows.shape[1]) if rows_too else None
+        with torch.autocast(mean.device.type, enabled=False):
+            for group in _groups(zip(points[::2], points[1::2], ctx.masks, strict=True), BACKWARD):
+                found = _part_backward(whole, ctx.tokens, parameters, group, rows=rows)
+                accumulate(grads, found)
+        grad_rows = gpu_backward.gradient_of_rows(whole) if rows else None
         return None, None, None, None, grad_rows, *(grads.get(id(leaf)) for leaf in leaves)
+
+
+def _part_backward(
+    whole: gpu_backward.Whole,
+    tokens: _Tokens,
+    parameters: dict[str, Tensor],
+    group: list[Chunk],
+    *,
+    rows: bool,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Gradients of the leaves some chunks depend on, as a part of the whole softmax."""
+    leaves = *parameters.values(), *(t for x, y, _ in group for t in (x, y))
+    wanted = [t for t in leaves if t.requires_grad]
+    with torch.enable_grad():
+        x, y, mask = joined(*group)
+        h = [functional_call(tokens, parameters, (x, y))] if wanted else []
+    grad = gpu_backward.part(whole, _points(x, y).detach(), mask, rows=rows, tokens=bool(wanted))
+    return zip(wanted, torch.autograd.grad(h, wanted, [grad]) if wanted else (), strict=True)

@@ -65,6 +65,7 @@ def errors(found: AttentionState, expected: AttentionState) -> dict[str, Any]:
     }
 
 
+@torch.no_grad()
 def observation(dim: int, heads: int, slots: int, sharpness: float) -> Observation:
     torch.manual_seed(dim)
     found = Observation(dim=dim, depth=2, num_slots=slots, num_heads=heads)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from constmem import CMANP, fused_fold
+from constmem.algebra import EMPTY
 from constmem.embed import MLP
+from constmem.fold import Chunk
 from constmem.kernels import gpu, gpu_backward
 from constmem.state import AttentionState
-
-Given = tuple[Tensor, Tensor, Tensor | None]
 
 
 def ready() -> None:
@@ -40,47 +40,41 @@ def gradients(state: AttentionState, modules: nn.ModuleList, points: list[Tensor
     return dict(zip(wanted, found, strict=True))
 
 
+def cut(x: Tensor, y: Tensor, mask: Tensor | None) -> list[Chunk]:
+    """Chunks of very different sizes, points of which have gradients; one has no mask, if others have."""
+    sizes = (64, 0, 70, 1, 64, x.shape[1] - 199)
+    masks = [None] * len(sizes) if mask is None else [None, *mask.split(sizes, 1)[1:]]
+    given = [[part.clone().requires_grad_() for part in t.split(sizes, 1)] for t in (x, y)]
+    return list(zip(*given, masks, strict=True))
+
+
 def fold(
     *, dim: int, heads: int, slots: int, embedded: bool, masked: bool, tasks: int, precision: str,
-    sharpness: float = 1.0, sizes: tuple[int, ...] = (64, 0, 70, 1, 64, 31), scale: float = 1.0,
+    sharpness: float = 1.0,
 ) -> dict[str, Any]:  # fmt: skip
     """Errors of value, lse and all gradients relative to plain autograd in float64, on the whole data."""
     gpu.precision_of = lambda _: precision
-    with torch.no_grad():
-        observation = interpreted.observation(dim, heads, slots, sharpness)
+    observation = interpreted.observation(dim, heads, slots, sharpness)
     embed = MLP(dim_in=3, dim_hidden=17, dim_out=dim, depth=3) if embedded else None
     own = nn.ModuleList([observation] if embed is None else [observation, embed])
     wide = copy.deepcopy(own).double()
-    x, y = torch.randn(tasks, sum(sizes), (3 if embedded else dim) - 1), torch.randn(tasks, sum(sizes), 1)
-    mask = torch.rand(tasks, sum(sizes)) < 0.6 if masked else None
-    if mask is not None and tasks > 1:
-        mask[-1] = False  # a task of nothing but masked points
-    given = [t.split(sizes, 1) for t in (x, y)]
-    masks = [None] * len(sizes) if mask is None else list(mask.split(sizes, 1))
-    masks[2] = masks[2] if mask is None or tasks > 1 else None  # a chunk without one among others
-    chunks: list[Given] = [
-        (a.clone().requires_grad_(), b.clone().requires_grad_(), m)
-        for a, b, m in zip(*given, masks, strict=True)
-    ]
-    joined = fused_fold.joined(*chunks)
-    whole = [t.detach().double().requires_grad_() for t in joined[:2]]
+    x, y = torch.randn(tasks, 230, (3 if embedded else dim) - 1), torch.randn(tasks, 230, 1)
+    mask = torch.rand(tasks, 230) < 0.6 if masked else None
+    if mask is not None:
+        mask[:, :64] = True
+    chunks = cut(x, y, mask)
     found = fused_fold.fused_fold(observation, embed, chunks)
     assert found is not None, gpu_backward.failures
-
-    def plainly() -> AttentionState:
-        points = torch.cat(whole, -1)
-        return wide[0].observe(points, joined[2], embed=wide[1] if embedded else None)
-
-    expected = interpreted.exactly(plainly)
-    leaves = [t for chunk in chunks for t in chunk[:2] if t is not None]
-    mine = gradients(found, own, leaves)
+    whole = [t.double().requires_grad_() for t in (x, y)]
+    expected = interpreted.exactly(
+        lambda: wide[0].observe(torch.cat(whole, -1), mask, embed=wide[1] if embedded else None)
+    )
+    mine = gradients(found, own, [t for chunk in chunks for t in chunk[:2] if t is not None])
     theirs = gradients(expected, wide, whole)
-    for i in (0, 1):
-        mine[f"whole {i}"] = torch.cat([mine.pop(f"points {j}") for j in range(i, len(leaves), 2)], 1)
-        theirs[f"whole {i}"] = theirs.pop(f"points {i}")
-    pairs = {name: (mine[name], grad) for name, grad in theirs.items()}
+    parts = [mine.pop(f"points {i}") for i in range(2 * len(chunks))]
+    mine |= {f"points {i}": torch.cat(parts[i::2], 1) for i in (0, 1)}
     return interpreted.errors(found, expected) | {
-        "gradients": {name: relative(*pair) for name, pair in pairs.items()},
+        "gradients": {name: relative(mine[name], grad) for name, grad in theirs.items()},
         "failures": gpu._failures + gpu_backward.failures,
     }
 
@@ -89,20 +83,44 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max()) / max(float(expected.abs().max()), 1e-30)
 
 
-def model(*, precision: str, frozen: str = "") -> dict[str, Any]:
-    """The gradients of a model's loss by kernels and by operators, relative to each other; and the calls."""
+def leaves_out() -> dict[str, bool]:
+    """Whether what is masked out leaves no trace in any gradient, and a task of nothing else has none."""
+    gpu.precision_of = lambda _: "half"
+    observation = interpreted.observation(16, 2, 5, 1.0).requires_grad_(False)
+    embed = MLP(dim_in=3, dim_hidden=16, dim_out=16, depth=2)
+    x, y, mask = torch.randn(2, 230, 2), torch.randn(2, 230, 1), torch.rand(2, 230) < 0.5
+    mask[:, :64], mask[1] = False, False
+    seen = []
+    for junk in (0.0, 99.0):
+        given = (torch.where(mask[..., None], t, junk).requires_grad_() for t in (x, y))
+        x_in, y_in = given
+        state = fused_fold.fused_fold(observation, embed, [(x_in, y_in, mask)])
+        assert state is not None, gpu_backward.failures
+        seen.append(gradients(state, nn.ModuleList([embed]), [x_in, y_in]))
+    found, other = seen
+    points = torch.cat([found["points 0"], found["points 1"]], -1)
+    return {
+        "same": all(torch.equal(found[name], other[name]) for name in found),
+        "none": not bool(points[~mask].any()) and bool(points[mask].any()),
+        "finite": all(bool(t.isfinite().all()) for t in found.values()),
+        "nothing": bool((state.lse[1] == EMPTY).all()) and bool((state.value[1] == 0).all()),
+    }
+
+
+def model(*, precision: str, frozen: str = "nothing") -> dict[str, Any]:
+    """How a model's gradients by kernels differ from those by operators; points of forward and backward."""
     gpu.precision_of = lambda _: precision
     torch.manual_seed(0)
     sizes = {"dim": 16, "depth": 2, "num_slots": 4, "num_latents": 4, "hidden": 16, "num_heads": 2}
     own = CMANP(dim_x=2, dim_y=1, **sizes)  # type: ignore[arg-type]
     for name, parameter in own.named_parameters():
-        parameter.requires_grad_(not (frozen and frozen in name))
-    x, y = torch.randn(1, 230, 2), torch.randn(1, 230, 1)
+        parameter.requires_grad_(frozen not in name)
+    x, y = torch.randn(1, 530, 2), torch.randn(1, 530, 1)
+    gpu_backward.rehearsed(16, precision, x.device)
 
     def learnt() -> list[Tensor]:
         own.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=False):
-            (-own(x, y, x[:, :9], None, 100).log_prob(y[:, :9]).mean()).backward()
+        (-own(x, y, x[:, :9], None, 50).log_prob(y[:, :9]).mean()).backward()
         return [p.grad.clone() for p in own.parameters() if p.grad is not None]
 
     with (
@@ -112,13 +130,29 @@ def model(*, precision: str, frozen: str = "") -> dict[str, Any]:
         mine = learnt()
     theirs = interpreted.exactly(learnt)
     return {
-        "calls": [forward.call_count, backward.call_count],
+        "points": [[call.args[1].shape[1] for call in calls.mock_calls] for calls in (forward, backward)],
         "errors": [relative(a, b) for a, b in zip(mine, theirs, strict=True)],
         "failures": gpu._failures + gpu_backward.failures,
     }
 
 
-CASES: dict[str, Callable[..., Any]] = {case.__name__: case for case in (fold, model)}
+def second() -> str:
+    """What happens to those who ask for second derivatives."""
+    gpu.precision_of = lambda _: "exact"
+    observation = interpreted.observation(16, 2, 5, 1.0)
+    state = fused_fold.fused_fold(
+        observation, None, cut(torch.randn(1, 230, 15), torch.randn(1, 230, 1), None)
+    )
+    assert state is not None, gpu_backward.failures
+    (first,) = torch.autograd.grad(state.value.sum(), [observation.slots], create_graph=True)
+    try:
+        first.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+CASES: dict[str, Callable[..., Any]] = {case.__name__: case for case in (fold, leaves_out, model, second)}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -30,7 +30,7 @@ FEW = 512  # states up to which a new point is observed and merged at once: of m
 FEWEST = 16  # states up to which every program that merges embeds the point itself: of more, one for all
 PROGRAMS = 8  # that merge, on a multiprocessor
 CHUNK = 2**19  # points a model observes at a time
-LARGEST_HALF = 3e4  # of rows, to base two
+_LARGEST_HALF = 3e4
 _log = logging.getLogger("constmem")
 _failures: list[str] = []
 _Result = TypeVar("_Result")
@@ -135,11 +135,11 @@ def plan(absorbed: Absorbed, layers: Sequence[tuple[Tensor, Tensor]], precision:
     """What was absorbed in float64, and the layers of an embedding, padded; None if too wide."""
     width = absorbed.rows.shape[1]
     d = padded(max([width, *(n for w, _ in layers for n in w.shape)]))
-    turn = _turn(width, absorbed.rows.device)
+    turn = turn_of(width, absorbed.rows.device)
     turned, project = absorbed.rows @ turn.T, absorbed.project @ turn.T
     single = torch.cat([turned, project.flatten(0, 1)]), torch.cat([absorbed.score, absorbed.shift.flatten()])
     rows = log2(torch.e) * turned
-    if precision == "half" and float(rows.abs().max()) > LARGEST_HALF:
+    if precision == "half" and float(rows.abs().max()) > _LARGEST_HALF:
         precision = "tf32"
     if d > WIDEST[precision]:
         _say(f"tokens or an embedding of {d} channels, more than {WIDEST[precision]} in {precision!r}")
@@ -154,7 +154,7 @@ def plan(absorbed: Absorbed, layers: Sequence[tuple[Tensor, Tensor]], precision:
     )  # fmt: skip
 
 
-def _turn(width: int, device: torch.device) -> Float[Tensor, "d d"]:
+def turn_of(width: int, device: torch.device) -> Float[Tensor, "d d"]:
     """What turns tokens, in float64, so that their mean is their last channel, and makes that zero."""
     ones = torch.full((width,), width**-0.5, dtype=torch.float64, device=device)
     eye = torch.eye(width, dtype=torch.float64, device=device)
@@ -199,6 +199,15 @@ def extended(
         PROGRAMS * multiprocessors(data.device), embedded=embedded,
     )  # fmt: skip
     return found
+
+
+def operands(plan: Plan, points: Float[Tensor, "b n i"]) -> Float[Tensor, "b n d"]:
+    """Tokens as the softmax meets them: turned, rounded, the last channel one."""
+    precision = _kernels().PRECISIONS[plan.precision]
+    b, n, inputs = points.shape
+    tokens = torch.empty(b, n, plan.embedding.shape[-1], dtype=precision.operands, device=points.device)
+    _embed(plan, points.reshape(-1, inputs).contiguous(), tokens.view(b * n, -1), precision.embedding)
+    return tokens
 
 
 def _embed(plan: Plan, points: Tensor, tokens: Tensor, products: str) -> None:

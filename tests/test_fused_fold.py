@@ -1,0 +1,191 @@
+"""Constant-memory training by the GPU's kernels has the gradients of plain autograd in float64."""
+
+import copy
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from constmem import CMANP, fused_fold
+from constmem.kernels import gpu, gpu_backward, native
+
+has_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+NAMES = "dim", "heads", "slots", "embedded", "masked", "tasks", "precision"
+WIDE, BARE, NARROW = (33, 3, 31, True, True, 2), (40, 1, 16, False, False, 1), (16, 2, 5, True, True, 1)
+FOLDS: list[tuple[tuple[Any, ...], float]] = [
+    *(((*sizes, "exact"), 1e-5) for sizes in (WIDE, BARE, NARROW)),
+    ((*BARE, "tf32"), 1e-5),  # which the interpreter does not round
+    *(((*sizes, "half"), 2e-3) for sizes in (WIDE, BARE, NARROW, (100, 2, 3, True, False, 1))),
+]
+SHARP = {"precision": "half", "sharpness": 300.0}
+MODELS: list[dict[str, Any]] = [
+    {"precision": "exact"},
+    {"precision": "half"},
+    {"precision": "exact", "frozen": "embed."},
+    {"precision": "exact", "frozen": "observation"},
+]
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, Any]:
+    """What a program with Triton's interpreter found of all cases."""
+    folds = [dict(zip(NAMES, case, strict=True)) for case, _ in FOLDS]
+    folds.append(folds[2] | SHARP)
+    cases = [("second", {}), ("leaves_out", {}), *(("model", case) for case in MODELS)]
+    cases += [("fold", case) for case in folds]
+    program = Path(__file__).with_name("interpreted_fold.py")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(program), json.dumps(cases)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr
+    second, out, *rest = json.loads(done.stdout)
+    models, (*states, sharp) = rest[: len(MODELS)], rest[len(MODELS) :]
+    return {"second": second, "out": out, "models": models, "folds": states, "sharp": sharp}
+
+
+@has_triton
+def test_states_and_all_gradients_of_several_chunks_agree_with_float64(interpreted: dict[str, Any]) -> None:
+    for (case, tolerance), found in zip(FOLDS, interpreted["folds"], strict=True):
+        assert found["failures"] == [], case
+        assert found["counted"], case
+        assert found["value"] < tolerance, case
+        assert found["lse"] < tolerance, case
+        assert len(found["gradients"]) == 7 + 6 * case[3] + 2, case
+        for name, error in found["gradients"].items():
+            assert error < tolerance, (case, name)
+
+
+@has_triton
+def test_gradients_of_sharp_softmaxes_are_as_good_as_their_values_in_half_precision(
+    interpreted: dict[str, Any],
+) -> None:
+    found = interpreted["sharp"]
+    assert found["value"] < 5e-3
+    assert max(found["gradients"].values()) < 1e-2
+
+
+@has_triton
+def test_masked_points_leave_no_trace_in_gradients(interpreted: dict[str, Any]) -> None:
+    assert interpreted["out"] == {"same": True, "none": True, "finite": True, "nothing": True}
+
+
+@has_triton
+def test_a_model_learns_by_the_kernels_what_it_would_by_operators(interpreted: dict[str, Any]) -> None:
+    for case, found in zip(MODELS, interpreted["models"], strict=True):
+        assert found["failures"] == [], case
+        assert max(found["errors"]) < (1e-2 if case["precision"] == "half" else 1e-4), case
+
+
+@has_triton
+def test_chunks_are_met_a_bounded_number_of_points_at_a_time(interpreted: dict[str, Any]) -> None:
+    for found in interpreted["models"]:
+        assert found["points"] == [[150, 150, 150, 80], [100, 100, 100, 100, 100, 30]]
+
+
+@has_triton
+def test_second_derivatives_are_refused_here_too(interpreted: dict[str, Any]) -> None:
+    assert "once_differentiable" in interpreted["second"]
+
+
+def small() -> CMANP:
+    sizes = {"dim": 16, "depth": 1, "num_slots": 4, "num_latents": 4, "hidden": 16, "num_heads": 2}
+    return CMANP(dim_x=1, dim_y=1, **sizes)  # type: ignore[arg-type]
+
+
+def learnt(model: CMANP, x: Tensor, y: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    (-model(x, y, x[:, :3], None, 4).log_prob(y[:, :3]).mean()).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that has not yet asked for kernels, of which a few points are thought worthy."""
+    monkeypatch.setattr(gpu_backward, "failures", [])
+    monkeypatch.setattr(gpu, "usable", lambda _: True)
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(fused_fold, "LEAST", 9)
+    for cached in (gpu._say, gpu_backward.rehearsed):
+        cached.cache_clear()
+    yield
+    for cached in (gpu._say, gpu_backward.rehearsed):
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_kernels_that_fail_are_told_once_and_operators_learn_instead(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, (x, y) = small(), torch.randn(2, 1, 9, 1)
+    with mock.patch.object(gpu, "usable", return_value=False):
+        expected = learnt(model, x, y)
+    broken = mock.Mock(side_effect=RuntimeError("out of resource: shared memory"))
+    monkeypatch.setattr(gpu_backward, "whole", broken)
+    with caplog.at_level(logging.INFO, "constmem"):
+        for _ in range(3):
+            for one, other in zip(learnt(model, x, y), expected, strict=True):
+                torch.testing.assert_close(one, other)
+    assert broken.call_count == 1  # it is never tried again
+    assert len([r for r in caplog.records if "out of resource" in r.getMessage()]) == 1
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(
+    ("points", "change", "asked"),
+    [(9, "nothing", 1), (8, "nothing", 0), (9, "float64", 0), (9, "failed", 0), (9, "uneven", 0)],
+)
+def test_kernels_are_asked_where_many_plain_points_come(
+    points: int, change: str, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, (x, y) = small(), torch.randn(2, 2, points, 1)
+    if change == "failed":
+        gpu_backward.failures.append("before")
+    if change == "float64":
+        model = model.double()
+    state = mock.Mock(return_value=None)
+    monkeypatch.setattr(fused_fold, "_state", state)
+    chunks = [(x[:, :4], y[:, :4], None), (x[:, 4:], y[:, 4:], None)]
+    if change == "uneven":
+        chunks[1] = (x[:1, 4:], y[:1, 4:], None)
+    assert fused_fold.fused_fold(model.stack.observation, model.embed, chunks) is None
+    assert state.call_count == asked
+
+
+def by_gradient(state: Any, model: CMANP) -> list[Tensor]:
+    """The state, and the gradients of all that observes, of which rows matter differently."""
+    random = torch.Generator(state.value.device).manual_seed(0)
+    rates = torch.randn(state.value.shape, generator=random, dtype=torch.float64, device=state.value.device)
+    loss = (rates * state.value).sum() + (rates[..., 0] * state.lse).sum()
+    return [state.value, state.lse, *torch.autograd.grad(loss, model.observing_parameters())]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize(("precision", "tolerance"), [("exact", 2e-5), ("tf32", 5e-3), ("half", 5e-3)])
+@pytest.mark.parametrize(("tasks", "masked"), [(1, False), (3, True)])
+def test_a_gpu_learns_from_many_points_as_float64_does(
+    precision: str, tolerance: float, tasks: int, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "precision_of", lambda _: precision)
+    model = CMANP.from_pretrained("emnist", device="cuda")
+    exact = copy.deepcopy(model).double()
+    x = 2 * torch.rand(tasks, 40_001, 2, device="cuda") - 1
+    y = torch.rand(tasks, 40_001, 1, device="cuda") - 0.5
+    mask = torch.rand(tasks, 40_001, device="cuda") < 0.7 if masked else None
+    with mock.patch.object(gpu_backward, "part", wraps=gpu_backward.part) as part:
+        found = by_gradient(model.condition(x, y, mask), model)
+    assert part.call_count >= tasks
+    assert not gpu_backward.failures
+    expected = by_gradient(exact.condition(x.double(), y.double(), mask), exact)
+    for one, other in zip(found, expected, strict=True):
+        assert float((one - other).abs().max()) < tolerance * float(other.abs().max())
