@@ -19,6 +19,7 @@ from constmem.algebra import EMPTY
 from constmem.embed import MLP
 from constmem.fold import Chunk
 from constmem.kernels import gpu, gpu_backward
+from constmem.kernels.absorption import Absorbed
 from constmem.state import AttentionState
 
 
@@ -83,6 +84,39 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max()) / max(float(expected.abs().max()), 1e-30)
 
 
+def part(*, precision: str, apart: float, away: float = 0.0) -> dict[str, float]:
+    """Errors of gradients that are tiny and uneven.
+
+    Args:
+        apart: points are exp(-apart) of a softmax.
+        away: how much all points lie in one direction, and half of the rows look in the other.
+    """
+    torch.manual_seed(0)
+    rows, points = 0.5 * torch.randn(70, 16).double(), torch.randn(2, 150, 16)
+    direction = torch.tensor([1.0, -1.0]).repeat(8)
+    points += away * direction
+    rows[:35] -= 3 * away * direction
+    h = nn.functional.layer_norm(points.double(), (16,))
+    nothing = torch.zeros(70).double(), torch.eye(16)[None].double(), torch.zeros(1, 16).double()
+    plan = gpu.plan(Absorbed(rows, *nothing), [], precision)
+    assert plan is not None
+    scores, even = h @ rows.T, (2 * torch.randn(2, 70, 1).double()).exp()
+    lse, mean = scores.logsumexp(1) + apart, torch.randn(2, 70, 16).double()
+    grad_mean, grad_lse = 1e-9 * even * mean.roll(1, 0), 1e-9 * even[..., 0] * mean[..., 0]
+    whole = gpu_backward.whole(plan, mean, lse, grad_mean, grad_lse)
+    found = gpu_backward.part(whole, points, None, rows=True, tokens=True)
+    assert found is not None
+    shares = (scores - lse[:, None]).exp()
+    slopes = h @ grad_mean.mT - (grad_mean * mean).sum(-1)[:, None] + grad_lse[:, None]
+    tokens = (shares * slopes) @ rows + shares @ grad_mean
+    tokens -= tokens.mean(-1, keepdim=True)  # which a normalisation never asks for
+    by_rows = ((shares * slopes).mT @ h).sum(0)
+    return {
+        "rows": relative(gpu_backward.gradient_of_rows(whole), by_rows),
+        "tokens": relative(found, tokens),
+    }
+
+
 def leaves_out() -> dict[str, bool]:
     """Whether what is masked out leaves no trace in any gradient, and a task of nothing else has none."""
     gpu.precision_of = lambda _: "half"
@@ -98,7 +132,7 @@ def leaves_out() -> dict[str, bool]:
         assert state is not None, gpu_backward.failures
         seen.append(gradients(state, nn.ModuleList([embed]), [x_in, y_in]))
     found, other = seen
-    points = torch.cat([found["points 0"], found["points 1"]], -1)
+    points = torch.cat([other["points 0"], other["points 1"]], -1)
     return {
         "same": all(torch.equal(found[name], other[name]) for name in found),
         "none": not bool(points[~mask].any()) and bool(points[mask].any()),
@@ -152,7 +186,9 @@ def second() -> str:
     return "nothing"
 
 
-CASES: dict[str, Callable[..., Any]] = {case.__name__: case for case in (fold, leaves_out, model, second)}
+CASES: dict[str, Callable[..., Any]] = {
+    case.__name__: case for case in (fold, part, leaves_out, model, second)
+}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

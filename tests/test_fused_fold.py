@@ -34,6 +34,10 @@ MODELS: list[dict[str, Any]] = [
     {"precision": "exact", "frozen": "embed."},
     {"precision": "exact", "frozen": "observation"},
 ]
+PARTS: list[dict[str, Any]] = [
+    *({"precision": p, "apart": apart} for p in ("exact", "half") for apart in (0.0, 9.0)),
+    {"precision": "exact", "apart": 0.0, "away": 10.0},
+]  # 150 points of 150, and of a million; and far below a score of zero
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +46,7 @@ def interpreted() -> dict[str, Any]:
     folds = [dict(zip(NAMES, case, strict=True)) for case, _ in FOLDS]
     folds.append(folds[2] | SHARP)
     cases = [("second", {}), ("leaves_out", {}), *(("model", case) for case in MODELS)]
+    cases += [("part", case) for case in PARTS]
     cases += [("fold", case) for case in folds]
     program = Path(__file__).with_name("interpreted_fold.py")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -49,8 +54,10 @@ def interpreted() -> dict[str, Any]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr
     second, out, *rest = json.loads(done.stdout)
-    models, (*states, sharp) = rest[: len(MODELS)], rest[len(MODELS) :]
-    return {"second": second, "out": out, "models": models, "folds": states, "sharp": sharp}
+    models, rest = rest[: len(MODELS)], rest[len(MODELS) :]
+    parts, (*states, sharp) = rest[: len(PARTS)], rest[len(PARTS) :]
+    found = {"second": second, "out": out, "models": models, "parts": parts}
+    return found | {"folds": states, "sharp": sharp}
 
 
 @has_triton
@@ -71,7 +78,14 @@ def test_gradients_of_sharp_softmaxes_are_as_good_as_their_values_in_half_precis
 ) -> None:
     found = interpreted["sharp"]
     assert found["value"] < 5e-3
-    assert max(found["gradients"].values()) < 1e-2
+    assert all(error < 1e-2 for error in found["gradients"].values())
+
+
+@has_triton
+def test_a_part_of_a_million_points_has_the_gradients_of_the_formula(interpreted: dict[str, Any]) -> None:
+    for case, found in zip(PARTS, interpreted["parts"], strict=True):
+        tolerance = 2e-3 if case["precision"] == "half" else 3e-5
+        assert all(error < tolerance for error in found.values()), (case, found)
 
 
 @has_triton
@@ -83,7 +97,8 @@ def test_masked_points_leave_no_trace_in_gradients(interpreted: dict[str, Any]) 
 def test_a_model_learns_by_the_kernels_what_it_would_by_operators(interpreted: dict[str, Any]) -> None:
     for case, found in zip(MODELS, interpreted["models"], strict=True):
         assert found["failures"] == [], case
-        assert max(found["errors"]) < (1e-2 if case["precision"] == "half" else 1e-4), case
+        tolerance = 1e-2 if case["precision"] == "half" else 1e-4
+        assert all(error < tolerance for error in found["errors"]), case
 
 
 @has_triton
@@ -171,7 +186,7 @@ def by_gradient(state: Any, model: CMANP) -> list[Tensor]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-@pytest.mark.parametrize(("precision", "tolerance"), [("exact", 2e-5), ("tf32", 5e-3), ("half", 5e-3)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("exact", 1e-4), ("tf32", 1e-2), ("half", 1e-2)])
 @pytest.mark.parametrize(("tasks", "masked"), [(1, False), (3, True)])
 def test_a_gpu_learns_from_many_points_as_float64_does(
     precision: str, tolerance: float, tasks: int, masked: bool, monkeypatch: pytest.MonkeyPatch

@@ -59,12 +59,10 @@ def _met(
         h = tl.load(where)
     scores = tl.dot(a, tl.trans(h), input_precision=PRODUCTS)
     slopes = tl.dot(g, tl.trans(h), input_precision=PRODUCTS)
-    shares = tl.exp2(tl.minimum(scores - lse[:, None], LIFT))  # rounding must not make them more than one
+    shares = tl.exp2(tl.minimum(scores - lse[:, None], LIFT))  # finite, whatever is not there
     if MASKED:
         seen = tl.load(mask + places, mask=places < stop, other=0) != 0
         shares = tl.where(seen[None, :], shares, 0.0)
-    elif RAGGED:
-        shares = tl.where((places < stop)[None, :], shares, 0.0)
     changes = shares * (slopes - delta[:, None])
     return tl.dot(changes.to(h.dtype), h, acc=found, input_precision=PRODUCTS)
 
