@@ -2,7 +2,7 @@
 
 import itertools
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import on_gpu
 import torch
@@ -86,7 +86,7 @@ def small() -> Iterator[Row]:
 
 
 def training() -> Iterator[Row]:
-    """Constant-memory training: the peak of a step at up to 1e6 context points."""
+    """Constant-memory training at up to 1e6 context points: a step, and what observes in it, by its peaks."""
     torch.manual_seed(0)
     model = CMANP(dim_x=2, dim_y=1).to(on_gpu.DEVICE)
     for n in (10**4, 10**5, 10**6):
@@ -96,7 +96,29 @@ def training() -> Iterator[Row]:
             model.zero_grad()
             model.loss(x, y, x[:, :100], y[:, :100]).backward()
 
-        with torch.enable_grad(), mode("plain tf32"):
-            took = seconds(step, rounds=1, warm=1)
-            peak = extra(step)
-        yield {"what": "forward and backward", "points": n, "milliseconds": ms(took), "extra_bytes": peak}
+        def observing(x=x, y=y) -> None:
+            model.zero_grad()
+            state = model.condition(x, y)
+            (state.value.sum() + state.lse.sum()).backward()
+
+        for what, work in (("forward and backward", step), ("condition, forward and backward", observing)):
+            yield from _trained(what, n, work)
+
+
+def _trained(what: str, n: int, work: Callable[[], None]) -> Iterator[Row]:
+    """Side by side: PyTorch's operators, and our kernels as they serve in each precision."""
+    plain: dict[str, float] = {}
+    for name in ("plain bf16", "plain tf32", "plain float32", *MODES):
+        try:
+            with torch.enable_grad(), mode(name):
+                if name in ("half", "tf32"):  # layers, too, as with these products asked for
+                    torch.set_float32_matmul_precision("high")
+                took, peak = seconds(work, rounds=3, warm=2), extra(work)
+        except Exception:
+            traceback.print_exc()
+            continue
+        if name.startswith("plain"):
+            plain[name.split()[1]] = took
+        ratios = {f"times_plain_{kind}": round(before / took, 2) for kind, before in plain.items()}
+        yield {"what": what, "points": n, "how": name, "milliseconds": ms(took), "extra_bytes": peak,
+               **({} if name.startswith("plain") else ratios)}  # fmt: skip

@@ -100,8 +100,9 @@ def phases() -> str:
         lines.append([what, row["how"], _ms(row), _times(row)])
     lines += [[row["what"], row["how"], _ms(row), ""] for row in of("small")]
     for row in of("training"):
-        peak = f"{row['extra_bytes'] / MIB:,.0f} MiB"
-        lines.append([f"{row['what']}, {row['points']:,} context points", f"extra peak {peak}", _ms(row), ""])
+        how = f"{row['how']}, " if "how" in row else ""
+        peak = f"{how}extra peak {row['extra_bytes'] / MIB:,.0f} MiB"
+        lines.append([f"{row['what']}, {row['points']:,} context points", peak, _ms(row), ""])
     for row in content("training_step")["rows"]:
         lines.append(["training step of 100 tasks", row["what"], _ms(row), f"{row['times_faster']:g}x"])
     return table(("", "", "ms", "literal"), lines)
@@ -129,7 +130,7 @@ def summary() -> list[str]:
     lines += [
         f"| extra peak, forward and backward, context of 1e6 | {row['extra_bytes'] / 1e6:.0f} MB | |"
         for row in of("training")
-        if row["points"] == 10**6
+        if (row["what"], row["points"], row.get("how", "half")) == ("forward and backward", 10**6, "half")
     ]
     return [f"| *on {content('gpu')['device']}* | | |", *lines] if lines else []
 
