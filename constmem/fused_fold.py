@@ -102,13 +102,14 @@ class _Tokens(nn.Module):
         super().__init__()
         self.dim, self.embed = dim, embed
 
-    def forward(self, x: Tensor, y: Tensor) -> Float[Tensor, "b n d"]:
-        points = _points(x, y)
+    def forward(self, points: Float[Tensor, "b n i"]) -> Float[Tensor, "b n d"]:
         return F.layer_norm(points if self.embed is None else self.embed(points), (self.dim,))
 
 
-def _points(x: Tensor, y: Tensor) -> Float[Tensor, "b n i"]:
-    return torch.cat([x, y], -1).float()
+def _points(chunks: list[Chunk]) -> tuple[Float[Tensor, "b n i"], Tensor | None]:
+    """Chunks one behind the other as points, and their mask."""
+    x, y, mask = joined(*chunks)
+    return torch.cat([x, y], -1).float(), mask
 
 
 def _mean_tokens(
@@ -168,8 +169,8 @@ class _MeanTokens(torch.autograd.Function):
         points = tensors[len(names) :]
         state: tuple[Tensor, Tensor] | None = None
         for group in _groups(zip(points[::2], points[1::2], masks, strict=True), FORWARD):
-            x, y, mask = joined(*group)
-            part = gpu.observe(plan, _points(x, y), bias_of(mask, None, torch.float32))
+            given, mask = _points(group)
+            part = gpu.observe(plan, given, bias_of(mask, None, torch.float32))
             state = part if state is None else gpu.merge(*state, *part)
         assert state is not None  # there are points
         mean, lse = state[0][:, 0], state[1][:, 0]  # of one head, as it were
@@ -210,7 +211,7 @@ def _part_backward(
     leaves = *parameters.values(), *(t for x, y, _ in group for t in (x, y))
     wanted = [t for t in leaves if t.requires_grad]
     with torch.enable_grad():
-        x, y, mask = joined(*group)
-        h = [functional_call(tokens, parameters, (x, y))] if wanted else []
-    grad = gpu_backward.part(whole, _points(x, y).detach(), mask, rows=rows, tokens=bool(wanted))
+        points, mask = _points(group)
+        h = [functional_call(tokens, parameters, (points,))] if wanted else []
+    grad = gpu_backward.part(whole, points.detach(), mask, rows=rows, tokens=bool(wanted))
     return zip(wanted, torch.autograd.grad(h, wanted, [grad]) if wanted else (), strict=True)

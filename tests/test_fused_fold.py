@@ -204,3 +204,19 @@ def test_a_gpu_learns_from_many_points_as_float64_does(
     expected = by_gradient(exact.condition(x.double(), y.double(), mask), exact)
     for one, other in zip(found, expected, strict=True):
         assert float((one - other).abs().max()) < tolerance * float(other.abs().max())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_the_peak_of_learning_does_not_grow_with_the_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "precision_of", lambda _: "half")
+    model, peaks = CMANP(dim_x=2, dim_y=1).cuda(), []
+    for n in (2**17, 2**17, 2**20):  # kernels are compiled by the first
+        x, y = torch.rand(1, n, 2, device="cuda"), torch.rand(1, n, 1, device="cuda")
+        model.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        (-model(x, y, x[:, :9]).log_prob(y[:, :9]).mean()).backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert not gpu_backward.failures
+    assert peaks[2] < peaks[1] + 2**23
