@@ -15,6 +15,7 @@ from pathlib import Path
 
 import gpu_conditioning
 import gpu_phases
+import gpu_training
 import torch
 from record import RESULTS
 
@@ -26,7 +27,8 @@ SECTIONS = {
     for section in (
         gpu_conditioning.ceilings, gpu_conditioning.tiles, gpu_conditioning.stages, gpu_conditioning.errors,
         gpu_conditioning.condition, gpu_conditioning.streamed, gpu_phases.update, gpu_phases.read,
-        gpu_phases.small, gpu_conditioning.likelihood, gpu_phases.training,
+        gpu_phases.small, gpu_conditioning.likelihood, gpu_training.training, gpu_training.training_errors,
+        gpu_training.training_tiles,
     )
 }  # fmt: skip
 

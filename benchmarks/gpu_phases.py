@@ -1,14 +1,13 @@
-"""Updates, reads, small batches and training on a GPU, against the literal algorithm."""
+"""Updates, reads and small batches on a GPU, against the literal algorithm."""
 
 import itertools
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import on_gpu
 import torch
 from on_gpu import MODES, Row, extra, mode, ms, seconds
 
-from constmem import CMANP
 from constmem.bench.literal import Literal
 
 
@@ -83,42 +82,3 @@ def small() -> Iterator[Row]:
         with mode(name):
             took = seconds(lambda: model.condition(x, y), rounds=9)
         yield {"what": "condition 100 tasks of 100 points", "how": name, "milliseconds": ms(took)}
-
-
-def training() -> Iterator[Row]:
-    """Constant-memory training at up to 1e6 context points: a step, and what observes in it, by its peaks."""
-    torch.manual_seed(0)
-    model = CMANP(dim_x=2, dim_y=1).to(on_gpu.DEVICE)
-    for n in (10**4, 10**5, 10**6):
-        x, y = on_gpu.strokes(n)
-
-        def step(x=x, y=y) -> None:
-            model.zero_grad()
-            model.loss(x, y, x[:, :100], y[:, :100]).backward()
-
-        def observing(x=x, y=y) -> None:
-            model.zero_grad()
-            state = model.condition(x, y)
-            (state.value.sum() + state.lse.sum()).backward()
-
-        for what, work in (("forward and backward", step), ("condition, forward and backward", observing)):
-            yield from _trained(what, n, work)
-
-
-def _trained(what: str, n: int, work: Callable[[], None]) -> Iterator[Row]:
-    """Side by side: PyTorch's operators, and our kernels as they serve in each precision."""
-    plain: dict[str, float] = {}
-    for name in ("plain bf16", "plain tf32", "plain float32", *MODES):
-        try:
-            with torch.enable_grad(), mode(name):
-                if name in ("half", "tf32"):  # layers, too, as with these products asked for
-                    torch.set_float32_matmul_precision("high")
-                took, peak = seconds(work, rounds=3, warm=2), extra(work)
-        except Exception:
-            traceback.print_exc()
-            continue
-        if name.startswith("plain"):
-            plain[name.split()[1]] = took
-        ratios = {f"times_plain_{kind}": round(before / took, 2) for kind, before in plain.items()}
-        yield {"what": what, "points": n, "how": name, "milliseconds": ms(took), "extra_bytes": peak,
-               **({} if name.startswith("plain") else ratios)}  # fmt: skip

@@ -28,7 +28,7 @@ from constmem.state import AttentionState
 
 LEAST = 2**14  # points of a task: of fewer, mean tokens are no longer small against them
 FORWARD, BACKWARD = 2**18, 2**16  # points handled at a time
-LONGEST = 2**24  # a chunk: places in it are counted by 32 bits
+LONGEST = 2**23  # points of a chunk: its numbers are counted by 32 bits
 
 
 def fused_fold(observation: Observation, embed: MLP | None, chunks: list[Chunk]) -> AttentionState | None:

@@ -1,0 +1,144 @@
+"""Constant-memory training on a GPU: time and peaks of steps, errors of gradients, tiles of the kernels."""
+
+import copy
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import on_gpu
+import torch
+from on_gpu import MODES, Row, extra, mode, ms, seconds
+from torch import Tensor
+
+from constmem import CMANP, fused_fold
+from constmem.kernels import gpu, gpu_backward
+from constmem.kernels.absorption import absorb
+
+POINTS = 2**16  # of which the backward pass takes gradients at a time
+DONE = {"rows": 3 * 2 * 64, "tokens": 4 * 2 * 64}  # operations of a row and a token
+CANDIDATES = {
+    "half": {"rows": [(64, 64, 4, 3, 4), (64, 64, 4, 4, 4), (64, 128, 4, 2, 2), (128, 64, 8, 3, 2),
+                      (128, 128, 8, 2, 1)],
+             "tokens": [(64, 128, 8, 3, 2), (64, 128, 8, 2, 2), (64, 64, 4, 3, 4), (32, 128, 8, 3, 2),
+                        (128, 128, 8, 2, 1)]},
+    "tf32": {"rows": [(64, 64, 4, 2, 3), (64, 32, 4, 2, 4), (64, 128, 4, 2, 2), (128, 64, 8, 2, 1)],
+             "tokens": [(32, 128, 8, 2, 2), (32, 64, 4, 2, 4), (64, 64, 4, 2, 2), (64, 128, 8, 2, 1)]},
+    "exact": {"rows": [(64, 32, 4, 1, 2), (128, 32, 8, 2, 1), (64, 64, 8, 1, 1)],
+              "tokens": [(32, 128, 8, 1, 1), (32, 64, 4, 1, 2), (32, 64, 8, 1, 1)]},
+}  # fmt: skip
+
+
+def training() -> Iterator[Row]:
+    """Constant-memory training at up to 1e6 context points: a step, and what observes in it, by its peaks."""
+    torch.manual_seed(0)
+    model = CMANP(dim_x=2, dim_y=1).to(on_gpu.DEVICE)
+    for n in (10**4, 10**5, 10**6):
+        x, y = on_gpu.strokes(n)
+
+        def step(x=x, y=y) -> None:
+            model.zero_grad()
+            model.loss(x, y, x[:, :100], y[:, :100]).backward()
+
+        def observing(x=x, y=y) -> None:
+            model.zero_grad()
+            state = model.condition(x, y)
+            (state.value.sum() + state.lse.sum()).backward()
+
+        for what, work in (("forward and backward", step), ("condition, forward and backward", observing)):
+            yield from _trained(what, n, work)
+
+
+def _trained(what: str, n: int, work: Callable[[], None]) -> Iterator[Row]:
+    """Side by side: PyTorch's operators, and our kernels as they serve in each precision."""
+    plain: dict[str, float] = {}
+    for name in ("plain bf16", "plain tf32", "plain float32", *MODES):
+        try:
+            with torch.enable_grad(), mode(name):
+                if name in ("half", "tf32"):  # layers, too, as with these products asked for
+                    torch.set_float32_matmul_precision("high")
+                took, peak = seconds(work, rounds=3, warm=2), extra(work)
+        except Exception:
+            traceback.print_exc()
+            continue
+        if name.startswith("plain"):
+            plain[name.split()[1]] = took
+        ratios = {f"times_plain_{kind}": round(before / took, 2) for kind, before in plain.items()}
+        yield {"what": what, "points": n, "how": name, "milliseconds": ms(took), "extra_bytes": peak,
+               **({} if name.startswith("plain") else ratios)}  # fmt: skip
+
+
+def training_errors() -> Iterator[Row]:
+    """How far the gradients of all that observes are from those of float64, relative to their largest."""
+    model = on_gpu.trained()
+    exact = copy.deepcopy(model).double()
+    x, y = on_gpu.strokes(100_000)
+    with torch.enable_grad():
+        reference = _gradients(exact, x.double(), y.double())
+        for name in ("plain bf16", "plain tf32", "plain float32", *MODES):
+            with mode(name):
+                found = _gradients(model, x, y)
+            errors = [
+                float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, reference, strict=True)
+            ]
+            yield {"what": "error of gradients", "points": 100_000, "precision": name,
+                   "worst": float(f"{max(errors):.3g}"),
+                   "median": float(f"{sorted(errors)[len(errors) // 2]:.3g}")}  # fmt: skip
+
+
+def _gradients(model: CMANP, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    state = model.condition(x, y)
+    random = torch.Generator(on_gpu.DEVICE).manual_seed(0)
+    rates = torch.randn(state.value.shape, generator=random, dtype=torch.float64, device=on_gpu.DEVICE)
+    loss = (rates * state.value).sum() + (rates[..., 0] * state.lse).sum()
+    return torch.autograd.grad(loss, model.observing_parameters())
+
+
+def training_tiles() -> Iterator[Row]:
+    """The sizes of both kernels of the backward pass, each timed at as many points as it meets at a time."""
+    import ceilings as machine
+
+    from constmem.kernels import triton_backward as kernels
+
+    model, (x, y) = on_gpu.trained(), on_gpu.strokes(POINTS)
+    points = torch.cat([x, y], -1)
+    for name, by_kernel in CANDIDATES.items():
+        with mode(name):
+            plan = _plan(model)
+        value, lse = gpu.observe(plan, points, None)
+        for kernel, cuts in by_kernel.items():
+            for cut in cuts:
+                precision = kernels.PRECISIONS[name]._replace(**{kernel: kernels.Tiles(*cut)})
+                try:
+                    with mock.patch.dict(kernels.PRECISIONS, {name: precision}):
+                        work = _launch(kernel, plan, points, value[:, 0], lse[:, 0])
+                        took = machine.gpu_seconds(work)
+                except Exception:
+                    traceback.print_exc()
+                    continue
+                rate = DONE[kernel] * len(plan.absorbed) * POINTS / took
+                yield {"what": "tiles of training", "precision": name, "kernel": kernel, "tiles": cut,
+                       "microseconds": round(1e6 * took, 1), "TFLOP/s": round(rate / 1e12, 1)}  # fmt: skip
+
+
+def _plan(model: CMANP) -> gpu.Plan:
+    """How the kernels meet points while this model learns."""
+    prepared = fused_fold._prepared(model.stack.observation)
+    rows = absorb(prepared.queries.flatten(0, 1), prepared.weight, prepared.shift).rows
+    plan = fused_fold._plan(rows.detach(), model.embed.weights())
+    assert plan is not None
+    return plan
+
+
+def _launch(kernel: str, plan: gpu.Plan, points: Tensor, mean: Tensor, lse: Tensor) -> Callable[[], Any]:
+    """One of the two kernels on tokens that are there already."""
+    from constmem.kernels import triton_backward as kernels
+
+    whole = gpu_backward.whole(plan, mean, lse, torch.randn_like(mean), torch.randn_like(lse))
+    tokens = gpu.operands(plan, points)
+    common = tokens, None, plan.absorbed, whole.grad
+    if kernel == "rows":
+        return lambda: kernels.rows(*common, whole.level, whole.delta, whole.sums, whole.precision)
+    shared = whole.shared_level, whole.shared_delta, whole.largest
+    found = torch.empty(tokens.shape, device=tokens.device)
+    return lambda: kernels.tokens(*common, *shared, found, whole.precision)
