@@ -8,9 +8,9 @@ from torch import Tensor
 from constmem.kernels import native
 
 
-def identities(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Others once a tensor is replaced or changed in place; not if its `data` is written to."""
-    return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
+def identities(tensors: Iterable[Tensor]) -> list[tuple[object, ...]]:
+    """Others once a tensor is replaced, turned or changed in place; not if its `data` is written to."""
+    return [(t.data_ptr(), t.stride(), 0 if t.is_inference() else t._version) for t in tensors]
 
 
 def bits_of(tensors: list[Tensor]) -> Callable[[], object]:

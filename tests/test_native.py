@@ -180,6 +180,30 @@ def test_an_update_by_one_point_sees_weights_change(way: str) -> None:
             torch.testing.assert_close(found.value, expected.value, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("where", ["embedding", "queries"])
+@pytest.mark.parametrize("way", ["replaced", "behind the counters"])
+@torch.no_grad()
+def test_weights_turned_where_they_lie_are_others(where: str, way: str) -> None:
+    model = CMANP(dim_x=1, dim_y=1, dim=32, depth=1, num_heads=2, num_slots=4, num_latents=4).eval()
+    x, y = torch.randn(1, 1, 1), torch.randn(1, 1, 1)
+    state = model.condition(x, y)
+    before = model.update(state, x, y)
+    module, name = (
+        (model.embed.layers[1], "weight") if where == "embedding" else (model.stack.observation, "query")
+    )
+    parameter = getattr(module, name)
+    if way == "replaced":
+        setattr(module, name, torch.nn.Parameter(parameter.mT))  # the same memory, and no more versions
+    else:
+        parameter.data = parameter.data.mT
+    assert model.fingerprint() != state.fingerprint
+    after = model.update(state.signed(model.fingerprint()), x, y)
+    expected = replace(state, fingerprint=None).merge(copy.deepcopy(model).observe(x, y))
+    assert float((after.lse - before.lse).abs().max()) > 1e-3
+    torch.testing.assert_close(after.lse, expected.lse, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(after.value, expected.value, atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize("junk", [float("nan"), float("inf")])
 @pytest.mark.parametrize("batch", [3, 40])
 @torch.no_grad()
