@@ -131,6 +131,19 @@ def test_merging_agrees_with_the_formula_to_the_last_digits(scale: float, slots:
         assert torch.equal(merged[1, 0], part[1, 0])  # to nothing
 
 
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("which", [0, 1, 2, 3])
+def test_merging_what_is_not_a_number_gives_none(which: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 1, 2, 5, 16, dtype=torch.float64, generator=random)
+    lses = torch.randn(2, 1, 2, 5, dtype=torch.float64, generator=random)
+    tensors = values[0], lses[0], values[1], lses[1]
+    tensors[which][0, 1, 2] = torch.nan
+    for found, expected in zip(native.merge(*tensors), by_formula(*tensors), strict=True):
+        assert torch.equal(found.isnan(), expected.isnan())
+        torch.testing.assert_close(found, expected, atol=1e-14, rtol=0, equal_nan=True)
+
+
 @torch.no_grad()
 def test_weights_written_behind_the_version_counters_back_are_noticed() -> None:
     block, tokens = CMAB(dim=16, num_slots=4, num_heads=2), torch.randn(1, 9, 16)
