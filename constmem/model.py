@@ -142,7 +142,9 @@ class Model(nn.Module, ABC):
 
     def _weights_of(self, state: Any) -> object:
         """What `_require_made_here` has just known the weights by, if it has: the same while they are."""
-        return None if state.fingerprint is None or self._signature is None else self._signature[0]
+        if torch.compiler.is_compiling() or state.fingerprint is None or self._signature is None:
+            return None
+        return self._signature[0]
 
     def _learns(self) -> bool:
         return torch.is_grad_enabled() and any(p.requires_grad for p in self.observing_parameters())

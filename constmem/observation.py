@@ -94,6 +94,11 @@ class Observation(nn.Module):
             self._memory = memory
         return memory.prepared
 
+    def _known(self, prepared: Prepared) -> _Memory | None:
+        """What is remembered with it; nothing for a compiler, which would compile anew once it changes."""
+        memory = None if native.traced() else self._memory
+        return memory if memory is not None and memory.prepared is prepared else None
+
     def _prepare(self) -> Prepared:
         scale = 1 / sqrt(self.dim // self.num_heads)
         q = self.normed_slots() @ (self.query * scale).mT
@@ -119,8 +124,8 @@ class Observation(nn.Module):
             return AttentionState(found[0].view(shape), found[1].view(shape[:-1]), count)
         tokens = data if embed is None else embed(data)
         if tokens.shape[1] == 1 and bias is None:
-            known = self._memory is not None and self._memory.prepared is prepared
-            absorbed = self._memory.absorbed if self._memory and known else _absorbed(prepared)
+            memory = self._known(prepared)
+            absorbed = _absorbed(prepared) if memory is None else memory.absorbed
             out = F.linear(F.layer_norm(tokens[:, 0], (self.dim,)), *absorbed)
             return AttentionState.of(*self._single(out), _counted(data))
         k, v = self._keys_values(tokens, prepared)
@@ -187,10 +192,10 @@ class Observation(nn.Module):
         self, prepared: Prepared, data: Tensor, bias: Tensor | None, embed: MLP | None
     ) -> tuple[Tensor, Tensor] | None:
         """Value and lse by the CPU's machine code or the GPU's kernels, where either serves."""
-        memory = self._memory
+        memory = self._known(prepared)
         layers = [] if embed is None else embed.weights()
         width = layers[0][0].shape[1] if layers else self.dim
-        if memory is None or memory.prepared is not prepared or data.shape[1] == 0 or data.shape[2] != width:
+        if memory is None or data.shape[1] == 0 or data.shape[2] != width:
             return None
         bias = None if bias is None else bias.expand(data.shape[:2])
         if gpu.usable(data.device):

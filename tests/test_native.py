@@ -4,6 +4,7 @@ import copy
 import os
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -308,6 +309,45 @@ def test_an_embedding_given_other_weights_is_not_taken_for_the_old_one() -> None
         assert float((after.lse - before.lse).abs().max()) > 1e-3
         torch.testing.assert_close(after.lse, expected.lse, atol=1e-5, rtol=0)
         before = after
+
+
+@torch.no_grad()
+def test_a_traced_update_is_made_of_operators() -> None:
+    model = CMANP(dim_x=1, dim_y=1, dim=32, depth=1, num_heads=2, num_slots=4, num_latents=4).eval()
+    model.requires_grad_(False)
+    x, y = torch.randn(2, 9, 1), torch.randn(2, 9, 1)
+    state = model.condition(x[:, :8], y[:, :8])
+
+    def updated(value: Tensor, lse: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        found = model.update(AttentionState(value, lse, state.count), x, y)
+        return found.value, found.lse
+
+    given = state.value, state.lse, x[:, 8:], y[:, 8:]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # sizes are constants; and PyTorch would have us export instead
+        traced = torch.jit.trace(updated, given, check_trace=False)
+        found = traced(*given)
+    for one, other in zip(found, updated(*given), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_a_compiled_update_is_not_compiled_again_for_weights_that_moved() -> None:
+    model = CMANP(dim_x=1, dim_y=1, dim=32, depth=1, num_heads=2, num_slots=4, num_latents=4).eval()
+    x, y = torch.randn(2, 9, 1), torch.randn(2, 9, 1)
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda state: model.update(state, x[:, 8:], y[:, 8:]).value, backend=backend)
+    state = model.condition(x[:, :8], y[:, :8])
+    for _ in range(3):
+        torch.testing.assert_close(compiled(state), model.update(state, x[:, 8:], y[:, 8:]).value)
+        model.stack.observation.slots.mul_(1.0)
+    assert len(graphs) == 1
 
 
 PROGRAM = """

@@ -221,8 +221,8 @@ def usable() -> bool:
 
 
 def traced() -> bool:
-    """Whether tensors are symbols of a compiler or of a function transform, not numbers in memory."""
-    return torch.compiler.is_compiling() or transformed()
+    """Whether tensors are symbols of a compiler, a trace or a function transform, not numbers in memory."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed()
 
 
 def transformed() -> bool:
