@@ -26,6 +26,7 @@ from torch import Tensor
 from constmem.kernels import spare
 from constmem.kernels.compiled import FLAGS, built
 
+LONGEST = 65_536  # points that running sums of float32 add up: of more, roundings of one kind would show
 VECTOR = 16  # channels of a head, and slots, are padded to a multiple of this
 _LOG2E = log2(torch.e)
 _log = logging.getLogger("constmem")
@@ -128,6 +129,10 @@ def observe(
 ) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h s"]]:
     """Value and lse of each task's points, for all heads; points of bias `EMPTY` are left out."""
     b, n, _ = data.shape
+    if n > LONGEST:
+        cuts = [slice(i, i + LONGEST) for i in range(0, n, LONGEST)]
+        parts = (observe(plan, data[:, cut], None if bias is None else bias[:, cut]) for cut in cuts)
+        return functools.reduce(lambda before, part: merge(*before, *part), parts)
     heads, slots, channels = plan.shape
     data = data.contiguous()
     lse = torch.empty(b, heads, slots, dtype=torch.float64)
