@@ -22,6 +22,8 @@ from constmem.kernels import gpu, native
 from constmem.state import AttentionState
 from constmem.unchanged import bits_of, identities, products
 
+UNKNOWN: Any = object()  # of a plan: not made yet, or cleared by another thread
+
 
 class Prepared(NamedTuple):
     """What an `Observation` computes from its parameters alone, before it meets any data."""
@@ -186,7 +188,7 @@ class Observation(nn.Module):
             return 4096
         if slots.device.type != "cpu":
             return gpu.CHUNK if gpu.usable(slots.device) else 4096
-        return 65_536 if slots.dtype == torch.float32 and native.usable() else 4096
+        return native.LONGEST if slots.dtype == torch.float32 and native.usable() else 4096
 
     def _by_machine(
         self, prepared: Prepared, data: Tensor, bias: Tensor | None, embed: MLP | None
@@ -223,10 +225,11 @@ class Observation(nn.Module):
         if precision is None:
             return None
         key = precision, *identities(t for layer in layers for t in layer)
-        if key not in memory.plans:
+        plan: gpu.Plan | None = memory.plans.get(key, UNKNOWN)
+        if plan is UNKNOWN:
+            plan = gpu.plan(*self._prepare_exactly(), layers, precision)
             memory.plans.clear()
-            memory.plans[key] = gpu.plan(*self._prepare_exactly(), layers, precision)
-        plan: gpu.Plan | None = memory.plans[key]
+            memory.plans[key] = plan
         return plan
 
     def _plan(self, memory: _Memory, data: Tensor, layers: list[tuple[Tensor, Tensor]]) -> native.Plan | None:
@@ -234,12 +237,13 @@ class Observation(nn.Module):
         if data.dtype != torch.float32 or data.device.type != "cpu" or not native.usable():
             return None
         key = tuple((t.data_ptr(), t.is_contiguous(), t.dtype) for layer in layers for t in layer)
-        if key not in memory.plans:
-            memory.plans.clear()
+        plan: native.Plan | None = memory.plans.get(key, UNKNOWN)
+        if plan is UNKNOWN:
             known = all(_is_plain(t) for t in (self.slots, *(t for layer in layers for t in layer)))
             exact = (t.float() for t in self._prepare_exactly()) if known else ()
-            memory.plans[key] = native.Plan(native.pack(*exact), layers) if known else None
-        plan: native.Plan | None = memory.plans[key]
+            plan = native.Plan(native.pack(*exact), layers) if known else None
+            memory.plans.clear()
+            memory.plans[key] = plan
         return plan
 
     def _prepare_exactly(self) -> Prepared:
