@@ -19,6 +19,16 @@ from constmem.kernels import gpu, native, reference
 EMPTY = -(2.0**100)  # about -1e30, and the same number in float64, float32 and bfloat16
 
 
+def absorbed(
+    queries: Float[Tensor, "depth h s c"], weight: Float[Tensor, "kv d"], shift: Float[Tensor, " kv"]
+) -> tuple[Float[Tensor, "sv d"], Float[Tensor, " sv"]]:
+    """The queries absorbed into the key projection: one product gives a token's scores and values."""
+    (wk, wv), (bk, bv) = weight.chunk(2), shift.chunk(2)
+    heads = queries.shape[:2]
+    scores = queries @ wk.unflatten(0, (*heads, -1)), queries @ bk.unflatten(0, (*heads, -1, 1))
+    return torch.cat([scores[0].flatten(0, 2), wv]), torch.cat([scores[1].flatten(), bv])
+
+
 def bias_of(
     mask: Tensor | None, log_weight: Tensor | None, dtype: torch.dtype
 ) -> Float[Tensor, "*b n"] | None:

@@ -51,11 +51,17 @@ class Model(nn.Module, ABC):
         """What the parameters are made of."""
         return self._buffers["_where"].dtype  # type: ignore[union-attr]
 
+    def train(self: AnyModel, mode: bool = True) -> AnyModel:
+        """As of any module; the fingerprint is computed anew after a change of mode."""
+        self._signature = self._signature if mode == self.training else None
+        return super().train(mode)
+
     def fingerprint(self) -> str:
         """A short name for the configuration, weights and units that states depend on.
 
-        It is computed anew when a weight was replaced or changed in place; writes through
-        `parameter.data`, which no version counter counts, it does not see.
+        It is computed anew when a weight was replaced or changed in place, and after a change between
+        `train` and `eval`; writes that no version counter counts (through `parameter.data`, by PyTorch's
+        fused optimisers) it does not see by itself.
         """
         parameters = self._signed_by()
         key = identities(parameters)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from constmem.algebra import bias_of
+from constmem.algebra import absorbed, bias_of
 from constmem.attention import check_heads
 from constmem.embed import MLP
 from constmem.kernels import gpu, native
@@ -71,6 +71,11 @@ class Observation(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_memory": None}  # a copy has weights of its own to remember things of
 
+    def train(self, mode: bool = True) -> "Observation":
+        """As of any module; what was computed from the weights is forgotten where the mode changes."""
+        self._memory = self._memory if mode == self.training else None
+        return super().train(mode)
+
     def normed_slots(self) -> Float[Tensor, "depth s d"]:
         """The slots after their normalisation."""
         return F.layer_norm(self.slots, (self.dim,)) * self.slots_scale + self.slots_shift
@@ -85,14 +90,17 @@ class Observation(nn.Module):
         """
         parameters = [p for p in self._parameters.values() if p is not None]
         where = parameters[0].device.type
-        if torch.is_grad_enabled() or where not in ("cpu", "cuda") or native.traced() or _captured(where):
+        if native.traced() or (where == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return self._prepare()
+        if torch.is_grad_enabled() or where not in ("cpu", "cuda"):
+            self._memory = None  # a step may follow, and fused optimisers write without counting
             return self._prepare()
         key = parameters[0].dtype, products(where), identities(parameters)
         memory = self._memory
         if memory is None or memory.key != key or memory.sum != memory.bits():
             bits = bits_of([p.detach() for p in parameters]) if where == "cpu" else bool
             prepared = self._prepare()
-            memory = _Memory(key, bits, bits(), prepared, _absorbed(prepared), {})
+            memory = _Memory(key, bits, bits(), prepared, absorbed(*prepared), {})
             self._memory = memory
         return memory.prepared
 
@@ -127,8 +135,8 @@ class Observation(nn.Module):
         tokens = data if embed is None else embed(data)
         if tokens.shape[1] == 1 and bias is None:
             memory = self._known(prepared)
-            absorbed = _absorbed(prepared) if memory is None else memory.absorbed
-            out = F.linear(F.layer_norm(tokens[:, 0], (self.dim,)), *absorbed)
+            single = absorbed(*prepared) if memory is None else memory.absorbed
+            out = F.linear(F.layer_norm(tokens[:, 0], (self.dim,)), *single)
             return AttentionState.of(*self._single(out), _counted(data))
         k, v = self._keys_values(tokens, prepared)
         return AttentionState.observe(prepared.queries, k, v, mask, log_weight)
@@ -239,7 +247,7 @@ class Observation(nn.Module):
         key = tuple((t.data_ptr(), t.is_contiguous(), t.dtype) for layer in layers for t in layer)
         plan: native.Plan | None = memory.plans.get(key, UNKNOWN)
         if plan is UNKNOWN:
-            known = all(_is_plain(t) for t in (self.slots, *(t for layer in layers for t in layer)))
+            known = all(native.reads(t) for t in (self.slots, *(t for layer in layers for t in layer)))
             exact = (t.float() for t in self._prepare_exactly()) if known else ()
             plan = native.Plan(native.pack(*exact), layers) if known else None
             memory.plans.clear()
@@ -272,24 +280,6 @@ class Observation(nn.Module):
         kv = kv.view(b, n, 2, len(self.slots), self.num_heads, self.dim // self.num_heads)
         k, v = kv.permute(2, 0, 3, 4, 1, 5).unbind(0)
         return k, v
-
-
-def _absorbed(prepared: Prepared) -> tuple[Float[Tensor, "sv d"], Float[Tensor, " sv"]]:
-    """The queries absorbed into the key projection: one product gives a token's scores and values."""
-    q = prepared.queries
-    wk, wv = prepared.weight.chunk(2)
-    bk, bv = prepared.shift.chunk(2)
-    scores = q @ wk.unflatten(0, (*q.shape[:2], -1)), q @ bk.unflatten(0, (*q.shape[:2], -1, 1))
-    return torch.cat([scores[0].flatten(0, 2), wv]), torch.cat([scores[1].flatten(), bv])
-
-
-def _is_plain(t: Tensor) -> bool:
-    """Whether machine code can read it: it knows numbers of one kind only."""
-    return t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous()
-
-
-def _captured(where: str) -> bool:
-    return where == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _extensible(state: AttentionState, data: Tensor) -> bool:

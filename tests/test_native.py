@@ -91,6 +91,18 @@ def test_scores_may_climb_far_above_those_seen_first() -> None:
     torch.testing.assert_close(state.lse, expected.lse, atol=0, rtol=1e-6)
 
 
+@pytest.mark.usefixtures("library")
+@torch.no_grad()
+def test_points_that_come_again_and_again_do_not_wear_sums_out() -> None:
+    found, n = observation(16, 2, 5), 400_000
+    token, mask = torch.randn(1, 1, 16), torch.rand(1, n) < 0.99
+    state = found.observe(token.expand(1, n, 16), mask)
+    one = exact(found, token, None, None, None)
+    torch.testing.assert_close(state.value, one.value, atol=2e-5, rtol=0)
+    torch.testing.assert_close(state.lse, one.lse + mask.sum().log(), atol=1e-5, rtol=0)
+    assert torch.equal(state.count, mask.sum(-1))
+
+
 @torch.no_grad()
 def test_the_number_of_threads_changes_nothing_that_matters() -> None:
     found, data = observation(16, 2, 5), torch.randn(1, 1000, 16)
@@ -151,6 +163,32 @@ def test_weights_written_behind_the_version_counters_back_are_noticed() -> None:
     before = block.observe(tokens)
     block.stack.observation.key_value.data.mul_(1.5)
     assert float((block.observe(tokens).lse - before.lse).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("way", ["modes", "gradients"])
+def test_steps_that_no_version_counter_counts_are_noticed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("constmem.observation.bits_of", lambda _: bool)  # as on a GPU: bits tell nothing
+    model = CMANP(dim_x=1, dim_y=1, dim=32, depth=1, num_heads=2, num_slots=4, num_latents=4).eval()
+    fused = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+    x, y = torch.randn(2, 9, 1), torch.randn(2, 9, 1)
+    for _ in range(2):
+        with torch.no_grad():
+            before = model.condition(x, y)
+        if way == "modes":
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            model.train()
+        else:
+            model.loss(x, y, x, y).backward()
+        fused.step()
+        model.eval()
+        with torch.no_grad():
+            expected = copy.deepcopy(model).condition(x, y)
+            after = model.condition(x, y)
+        assert float((after.lse - before.lse).abs().max()) > 1e-3
+        torch.testing.assert_close(after.lse, expected.lse, atol=1e-6, rtol=1e-6)
+        if way == "modes":
+            assert before.fingerprint != after.fingerprint == expected.fingerprint
 
 
 @pytest.mark.usefixtures("library")
@@ -309,6 +347,21 @@ def test_an_embedding_given_other_weights_is_not_taken_for_the_old_one() -> None
         assert float((after.lse - before.lse).abs().max()) > 1e-3
         torch.testing.assert_close(after.lse, expected.lse, atol=1e-5, rtol=0)
         before = after
+
+
+@torch.no_grad()
+def test_a_plan_made_while_another_thread_makes_its_own_is_not_lost() -> None:
+    class Cleared(dict[object, object]):
+        """As one that another thread clears just then."""
+
+        def __setitem__(self, key: object, plan: object) -> None:
+            pass
+
+    found, points = observation(16, 2, 5), torch.randn(2, 9, 16)
+    expected = found.observe(points)
+    assert found._memory is not None
+    found._memory = found._memory._replace(plans=Cleared())
+    assert torch.equal(found.observe(points).value, expected.value)
 
 
 @torch.no_grad()

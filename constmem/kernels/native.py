@@ -220,6 +220,11 @@ class Watch:
         return int(_require().sum_of_bits(len(self._kept), *self._content))
 
 
+def reads(t: Tensor) -> bool:
+    """Whether machine code can read it: it knows numbers of one kind only."""
+    return t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous()
+
+
 def usable() -> bool:
     """Whether there is machine code, and ordinary tensors to run it on."""
     return not traced() and library() is not None
@@ -227,7 +232,7 @@ def usable() -> bool:
 
 def traced() -> bool:
     """Whether tensors are symbols of a compiler, a trace or a function transform, not numbers in memory."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed()
+    return torch.compiler.is_compiling() or torch._C._is_tracing() or transformed()
 
 
 def transformed() -> bool:
