@@ -68,7 +68,7 @@ class Model(nn.Module, ABC):
         if self._signature is None or self._signature[0] != key:
             digest = hashlib.sha256(f"{self.name}{json.dumps(self.config, sort_keys=True)}".encode())
             for p in parameters:
-                digest.update(p.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+                digest.update(p.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
             self._signature = key, digest.hexdigest()[:16]
         return self._signature[1]
 

@@ -15,11 +15,18 @@ def identities(tensors: Iterable[Tensor]) -> list[tuple[object, ...]]:
 
 def bits_of(tensors: list[Tensor]) -> Callable[[], object]:
     """Adds up the bits of small tensors on a CPU, and of every 61st number of large ones."""
-    if native.usable() and all(t.element_size() >= 4 for t in tensors):
+    in_order = all(t.is_contiguous() for t in tensors)
+    if native.usable() and in_order and all(t.element_size() >= 4 for t in tensors):
         return native.Watch(tensors, _stride).sum
+    if in_order:
+        bits = [_bits(t) for t in tensors]
+        return lambda: [int(b.sum()) for b in bits]
+    return lambda: [int(_bits(t).sum()) for t in tensors]  # of copies, where they lie in another order
+
+
+def _bits(t: Tensor) -> Tensor:
     words = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-    bits = [t.view(-1).view(words[t.element_size()])[:: _stride(t)] for t in tensors]
-    return lambda: [int(b.sum()) for b in bits]
+    return t.reshape(-1).view(words[t.element_size()])[:: _stride(t)]
 
 
 def _stride(t: Tensor) -> int:

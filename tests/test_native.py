@@ -165,6 +165,32 @@ def test_weights_written_behind_the_version_counters_back_are_noticed() -> None:
     assert float((block.observe(tokens).lse - before.lse).abs().max()) > 1e-3
 
 
+@pytest.mark.parametrize("code", ["machine code", "operators"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_weights_may_lie_in_any_order(code: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    if code == "operators":
+        monkeypatch.setattr(native, "library", lambda: None)
+    model = CMANP(dim_x=1, dim_y=1, dim=32, depth=3, num_heads=2, num_slots=4, num_latents=4).eval()
+    model.to(dtype).to(memory_format=torch.channels_last)
+    own = model.stack.observation
+    own.slots_scale = torch.nn.Parameter(torch.full((1,), 1.5, dtype=dtype).expand(own.slots_scale.shape))
+    assert not own.key_value.is_contiguous()
+    x, y = torch.randn(2, 9, 1), torch.randn(2, 9, 1)
+    straight = copy.deepcopy(model)
+    for p in straight.parameters():
+        p.data = p.data.clone(memory_format=torch.contiguous_format)
+    for change in (lambda: None, lambda: own.key_value.data.mul_(1.5)):
+        change()
+        straight.stack.observation.key_value.copy_(own.key_value)
+        close = 1e-5 if dtype == torch.float32 else 3e-2
+        for n in (1, 9):
+            found, expected = (
+                each.update(each.empty(2), x[:, :n], y[:, :n]).value for each in (model, straight)
+            )
+            torch.testing.assert_close(found, expected, atol=close, rtol=0)
+
+
 @pytest.mark.parametrize("way", ["modes", "gradients"])
 def test_steps_that_no_version_counter_counts_are_noticed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("constmem.observation.bits_of", lambda _: bool)  # as on a GPU: bits tell nothing
