@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from constmem import CMAB, CMANP
 from constmem.algebra import EMPTY
@@ -388,6 +389,26 @@ def test_a_plan_made_while_another_thread_makes_its_own_is_not_lost() -> None:
     assert found._memory is not None
     found._memory = found._memory._replace(plans=Cleared())
     assert torch.equal(found.observe(points).value, expected.value)
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.script:DeprecationWarning")  # PyTorch's own, of dual_level
+@torch.no_grad()
+def test_tangents_are_not_lost_in_silence() -> None:
+    model = CMANP(dim_x=1, dim_y=1, dim=32, depth=1, num_heads=2, num_slots=4, num_latents=4).eval()
+    x, y, along = torch.randn(2, 5, 1), torch.randn(2, 5, 1), torch.randn(2, 5, 1)
+    state = model.condition(x, y)
+    last = x[:, :1], y[:, :1], along[:, :1]
+    with forward_ad.dual_level():
+        moved = forward_ad.make_dual(last[0], last[2])
+        found = forward_ad.unpack_dual(model.update(state, moved, last[1]).value).tangent
+        with pytest.raises(NotImplementedError, match="forward mode"):
+            model.condition(forward_ad.make_dual(x, along), y)
+    assert found is not None
+    wide = copy.deepcopy(model).double()
+    before, step = state.signed(wide.fingerprint()), 1e-5
+    moved_x = (last[0].double() + by * last[2] for by in (step, -step))
+    ahead, behind = (wide.update(before, x, last[1].double()).value for x in moved_x)
+    torch.testing.assert_close(found, (ahead - behind) / (2 * step), atol=1e-4, rtol=1e-3)
 
 
 @torch.no_grad()

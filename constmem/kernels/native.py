@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from constmem.kernels import spare
 from constmem.kernels.compiled import FLAGS, built
@@ -231,8 +232,10 @@ def usable() -> bool:
 
 
 def traced() -> bool:
-    """Whether tensors are symbols of a compiler, a trace or a function transform, not numbers in memory."""
-    return torch.compiler.is_compiling() or torch._C._is_tracing() or transformed()
+    """Whether tensors are symbols of a compiler, a trace or a function transform, or have tangents."""
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or transformed():
+        return True
+    return forward_ad._current_level >= 0
 
 
 def transformed() -> bool:
