@@ -186,8 +186,8 @@ class Observation(nn.Module):
             plan = self._plan(memory, data, layers)
             if plan is not None and plan.weights.channels != plan.shape[-1]:  # padded channels
                 plan = None
-        self._memory = memory._replace(latest=(key, plan))
-        return self._memory
+        self._memory = ready = memory._replace(latest=(key, plan))
+        return ready
 
     def chunk(self) -> int:
         """How many tokens are best observed at a time: machine code holds only tiles of them."""

@@ -7,6 +7,7 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -411,6 +412,31 @@ def test_tangents_are_not_lost_in_silence() -> None:
     torch.testing.assert_close(found, (ahead - behind) / (2 * step), atol=1e-4, rtol=1e-3)
 
 
+class Contested(Observation):
+    """As one whose latest plan another thread replaces by its own just after it was remembered."""
+
+    others: ClassVar[tuple[object, Any] | None] = None
+
+    def __setattr__(self, name: str, content: Any) -> None:
+        if name == "_memory" and content is not None and content.latest[1] and self.others:
+            content = content._replace(latest=self.others)
+        super().__setattr__(name, content)
+
+
+@torch.no_grad()
+def test_the_plan_of_another_thread_is_not_taken_for_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, points = Contested(dim=32, depth=1, num_slots=4, num_heads=2), torch.randn(2, 1, 3)
+    mine, theirs = (MLP(dim_in=3, dim_hidden=8, dim_out=32, depth=2) for _ in range(2))
+    state = found.observe(points, embed=mine)
+    assert found.extended(state, points, embed=theirs, weights="theirs") is not None
+    assert found._memory is not None
+    monkeypatch.setattr(Contested, "others", found._memory.latest)
+    extended = found.extended(state, points, embed=mine, weights="mine")
+    assert extended is not None
+    torch.testing.assert_close(extended.value, state.value)  # the same point once more
+
+
+@pytest.mark.compiles
 @torch.no_grad()
 def test_a_traced_update_is_made_of_operators() -> None:
     model = CMANP(dim_x=1, dim_y=1, dim=32, depth=1, num_heads=2, num_slots=4, num_latents=4).eval()
@@ -431,6 +457,7 @@ def test_a_traced_update_is_made_of_operators() -> None:
         torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
 
 
+@pytest.mark.compiles
 @torch.no_grad()
 def test_a_compiled_update_is_not_compiled_again_for_weights_that_moved() -> None:
     model = CMANP(dim_x=1, dim_y=1, dim=32, depth=1, num_heads=2, num_slots=4, num_latents=4).eval()
