@@ -36,7 +36,10 @@ def gains(found: Rows) -> dict[str, tuple[float, float]]:
 
 
 def noise(found: Rows) -> float:
-    """The standard deviation of what two runs differ by with their seeds alone: sqrt(2) x that of one."""
+    """The standard deviation of what two runs differ by with their seeds alone: sqrt(2) x that of one.
+
+    Rows of whole models have no NLL of validation: that of the test stands for it.
+    """
     return sqrt(2) * stdev(row["scores"]["test"]["nll"] for row in found if row["model"] == "cmhp")
 
 

@@ -51,18 +51,24 @@ class Model(nn.Module, ABC):
         """What the parameters are made of."""
         return self._buffers["_where"].dtype  # type: ignore[union-attr]
 
+    def train(self: AnyModel, mode: bool = True) -> AnyModel:
+        """As of any module; the fingerprint is computed anew after a change of mode."""
+        self._signature = self._signature if mode == self.training else None
+        return super().train(mode)
+
     def fingerprint(self) -> str:
         """A short name for the configuration, weights and units that states depend on.
 
-        It is computed anew when a weight was replaced or changed in place; writes through
-        `parameter.data`, which no version counter counts, it does not see.
+        It is computed anew when a weight was replaced or changed in place, and after a change between
+        `train` and `eval`; writes that no version counter counts (through `parameter.data`, by PyTorch's
+        fused optimisers) it does not see by itself.
         """
         parameters = self._signed_by()
         key = identities(parameters)
         if self._signature is None or self._signature[0] != key:
             digest = hashlib.sha256(f"{self.name}{json.dumps(self.config, sort_keys=True)}".encode())
             for p in parameters:
-                digest.update(p.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+                digest.update(p.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
             self._signature = key, digest.hexdigest()[:16]
         return self._signature[1]
 
@@ -142,7 +148,9 @@ class Model(nn.Module, ABC):
 
     def _weights_of(self, state: Any) -> object:
         """What `_require_made_here` has just known the weights by, if it has: the same while they are."""
-        return None if state.fingerprint is None or self._signature is None else self._signature[0]
+        if torch.compiler.is_compiling() or state.fingerprint is None or self._signature is None:
+            return None
+        return self._signature[0]
 
     def _learns(self) -> bool:
         return torch.is_grad_enabled() and any(p.requires_grad for p in self.observing_parameters())

@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from constmem.algebra import bias_of
 from constmem.attention import check_heads
 from constmem.embed import MLP
-from constmem.kernels import absorption, gpu, native
+from constmem.kernels import gpu, native
+from constmem.kernels.absorption import absorb
 from constmem.state import AttentionState
 from constmem.unchanged import bits_of, identities, products
+
+UNKNOWN: Any = object()  # of a plan: not made yet, or cleared by another thread
 
 
 class Prepared(NamedTuple):
@@ -69,6 +72,11 @@ class Observation(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_memory": None}  # a copy has weights of its own to remember things of
 
+    def train(self, mode: bool = True) -> "Observation":
+        """As of any module; what was computed from the weights is forgotten where the mode changes."""
+        self._memory = self._memory if mode == self.training else None
+        return super().train(mode)
+
     def normed_slots(self) -> Float[Tensor, "depth s d"]:
         """The slots after their normalisation."""
         return F.layer_norm(self.slots, (self.dim,)) * self.slots_scale + self.slots_shift
@@ -83,16 +91,24 @@ class Observation(nn.Module):
         """
         parameters = [p for p in self._parameters.values() if p is not None]
         where = parameters[0].device.type
-        if torch.is_grad_enabled() or where not in ("cpu", "cuda") or native.traced() or _captured(where):
+        if native.traced() or (where == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return self._prepare()
+        if torch.is_grad_enabled() or where not in ("cpu", "cuda"):
+            self._memory = None  # a step may follow, and fused optimisers write without counting
             return self._prepare()
         key = parameters[0].dtype, products(where), identities(parameters)
         memory = self._memory
         if memory is None or memory.key != key or memory.sum != memory.bits():
             bits = bits_of([p.detach() for p in parameters]) if where == "cpu" else bool
             prepared = self._prepare()
-            memory = _Memory(key, bits, bits(), prepared, _absorbed(prepared), {})
+            memory = _Memory(key, bits, bits(), prepared, absorb(*prepared).single, {})
             self._memory = memory
         return memory.prepared
+
+    def _known(self, prepared: Prepared) -> _Memory | None:
+        """What is remembered with it; nothing for a compiler, which would compile anew once it changes."""
+        memory = None if native.traced() else self._memory
+        return memory if memory is not None and memory.prepared is prepared else None
 
     def _prepare(self) -> Prepared:
         scale = 1 / sqrt(self.dim // self.num_heads)
@@ -119,9 +135,9 @@ class Observation(nn.Module):
             return AttentionState(found[0].view(shape), found[1].view(shape[:-1]), count)
         tokens = data if embed is None else embed(data)
         if tokens.shape[1] == 1 and bias is None:
-            known = self._memory is not None and self._memory.prepared is prepared
-            absorbed = self._memory.absorbed if self._memory and known else _absorbed(prepared)
-            out = F.linear(F.layer_norm(tokens[:, 0], (self.dim,)), *absorbed)
+            memory = self._known(prepared)
+            single = absorb(*prepared).single if memory is None else memory.absorbed
+            out = F.linear(F.layer_norm(tokens[:, 0], (self.dim,)), *single)
             return AttentionState.of(*self._single(out), _counted(data))
         k, v = self._keys_values(tokens, prepared)
         return AttentionState.observe(prepared.queries, k, v, mask, log_weight)
@@ -171,8 +187,8 @@ class Observation(nn.Module):
             plan = self._plan(memory, data, layers)
             if plan is not None and plan.weights.channels != plan.shape[-1]:  # padded channels
                 plan = None
-        self._memory = memory._replace(latest=(key, plan))
-        return self._memory
+        self._memory = ready = memory._replace(latest=(key, plan))
+        return ready
 
     def chunk(self) -> int:
         """How many tokens are best observed at a time: machine code holds only tiles of them."""
@@ -181,16 +197,16 @@ class Observation(nn.Module):
             return 4096
         if slots.device.type != "cpu":
             return gpu.CHUNK if gpu.usable(slots.device) else 4096
-        return 65_536 if slots.dtype == torch.float32 and native.usable() else 4096
+        return native.LONGEST if slots.dtype == torch.float32 and native.usable() else 4096
 
     def _by_machine(
         self, prepared: Prepared, data: Tensor, bias: Tensor | None, embed: MLP | None
     ) -> tuple[Tensor, Tensor] | None:
         """Value and lse by the CPU's machine code or the GPU's kernels, where either serves."""
-        memory = self._memory
+        memory = self._known(prepared)
         layers = [] if embed is None else embed.weights()
         width = layers[0][0].shape[1] if layers else self.dim
-        if memory is None or memory.prepared is not prepared or data.shape[1] == 0 or data.shape[2] != width:
+        if memory is None or data.shape[1] == 0 or data.shape[2] != width:
             return None
         bias = None if bias is None else bias.expand(data.shape[:2])
         if gpu.usable(data.device):
@@ -218,10 +234,11 @@ class Observation(nn.Module):
         if precision is None:
             return None
         key = precision, *identities(t for layer in layers for t in layer)
-        if key not in memory.plans:
+        plan: gpu.Plan | None = memory.plans.get(key, UNKNOWN)
+        if plan is UNKNOWN:
+            plan = gpu.plan(absorb(*self._prepare_exactly()), layers, precision)
             memory.plans.clear()
-            memory.plans[key] = gpu.plan(absorption.absorb(*self._prepare_exactly()), layers, precision)
-        plan: gpu.Plan | None = memory.plans[key]
+            memory.plans[key] = plan
         return plan
 
     def _plan(self, memory: _Memory, data: Tensor, layers: list[tuple[Tensor, Tensor]]) -> native.Plan | None:
@@ -229,12 +246,13 @@ class Observation(nn.Module):
         if data.dtype != torch.float32 or data.device.type != "cpu" or not native.usable():
             return None
         key = tuple((t.data_ptr(), t.is_contiguous(), t.dtype) for layer in layers for t in layer)
-        if key not in memory.plans:
-            memory.plans.clear()
-            known = all(_is_plain(t) for t in (self.slots, *(t for layer in layers for t in layer)))
+        plan: native.Plan | None = memory.plans.get(key, UNKNOWN)
+        if plan is UNKNOWN:
+            known = all(native.reads(t) for t in (self.slots, *(t for layer in layers for t in layer)))
             exact = (t.float() for t in self._prepare_exactly()) if known else ()
-            memory.plans[key] = native.Plan(native.pack(*exact), layers) if known else None
-        plan: native.Plan | None = memory.plans[key]
+            plan = native.Plan(native.pack(*exact), layers) if known else None
+            memory.plans.clear()
+            memory.plans[key] = plan
         return plan
 
     def _prepare_exactly(self) -> Prepared:
@@ -263,24 +281,6 @@ class Observation(nn.Module):
         kv = kv.view(b, n, 2, len(self.slots), self.num_heads, self.dim // self.num_heads)
         k, v = kv.permute(2, 0, 3, 4, 1, 5).unbind(0)
         return k, v
-
-
-def _absorbed(prepared: Prepared) -> tuple[Float[Tensor, "sv d"], Float[Tensor, " sv"]]:
-    """The queries absorbed into the key projection: one product gives a token's scores and values."""
-    q = prepared.queries
-    wk, wv = prepared.weight.chunk(2)
-    bk, bv = prepared.shift.chunk(2)
-    scores = q @ wk.unflatten(0, (*q.shape[:2], -1)), q @ bk.unflatten(0, (*q.shape[:2], -1, 1))
-    return torch.cat([scores[0].flatten(0, 2), wv]), torch.cat([scores[1].flatten(), bv])
-
-
-def _is_plain(t: Tensor) -> bool:
-    """Whether machine code can read it: it knows numbers of one kind only."""
-    return t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous()
-
-
-def _captured(where: str) -> bool:
-    return where == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _extensible(state: AttentionState, data: Tensor) -> bool:

@@ -4,12 +4,15 @@ import copy
 import os
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from constmem import CMAB, CMANP
 from constmem.algebra import EMPTY
@@ -90,6 +93,18 @@ def test_scores_may_climb_far_above_those_seen_first() -> None:
     torch.testing.assert_close(state.lse, expected.lse, atol=0, rtol=1e-6)
 
 
+@pytest.mark.usefixtures("library")
+@torch.no_grad()
+def test_points_that_come_again_and_again_do_not_wear_sums_out() -> None:
+    found, n = observation(16, 2, 5), 400_000
+    token, mask = torch.randn(1, 1, 16), torch.rand(1, n) < 0.99
+    state = found.observe(token.expand(1, n, 16), mask)
+    one = exact(found, token, None, None, None)
+    torch.testing.assert_close(state.value, one.value, atol=2e-5, rtol=0)
+    torch.testing.assert_close(state.lse, one.lse + mask.sum().log(), atol=1e-5, rtol=0)
+    assert torch.equal(state.count, mask.sum(-1))
+
+
 @torch.no_grad()
 def test_the_number_of_threads_changes_nothing_that_matters() -> None:
     found, data = observation(16, 2, 5), torch.randn(1, 1000, 16)
@@ -131,12 +146,77 @@ def test_merging_agrees_with_the_formula_to_the_last_digits(scale: float, slots:
         assert torch.equal(merged[1, 0], part[1, 0])  # to nothing
 
 
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("which", [0, 1, 2, 3])
+def test_merging_what_is_not_a_number_gives_none(which: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 1, 2, 5, 16, dtype=torch.float64, generator=random)
+    lses = torch.randn(2, 1, 2, 5, dtype=torch.float64, generator=random)
+    tensors = values[0], lses[0], values[1], lses[1]
+    tensors[which][0, 1, 2] = torch.nan
+    for found, expected in zip(native.merge(*tensors), by_formula(*tensors), strict=True):
+        assert torch.equal(found.isnan(), expected.isnan())
+        torch.testing.assert_close(found, expected, atol=1e-14, rtol=0, equal_nan=True)
+
+
 @torch.no_grad()
 def test_weights_written_behind_the_version_counters_back_are_noticed() -> None:
     block, tokens = CMAB(dim=16, num_slots=4, num_heads=2), torch.randn(1, 9, 16)
     before = block.observe(tokens)
     block.stack.observation.key_value.data.mul_(1.5)
     assert float((block.observe(tokens).lse - before.lse).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("code", ["machine code", "operators"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_weights_may_lie_in_any_order(code: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    if code == "operators":
+        monkeypatch.setattr(native, "library", lambda: None)
+    model = CMANP(dim_x=1, dim_y=1, dim=32, depth=3, num_heads=2, num_slots=4, num_latents=4).eval()
+    model.to(dtype).to(memory_format=torch.channels_last)
+    own = model.stack.observation
+    own.slots_scale = torch.nn.Parameter(torch.full((1,), 1.5, dtype=dtype).expand(own.slots_scale.shape))
+    assert not own.key_value.is_contiguous()
+    x, y = torch.randn(2, 9, 1), torch.randn(2, 9, 1)
+    straight = copy.deepcopy(model)
+    for p in straight.parameters():
+        p.data = p.data.clone(memory_format=torch.contiguous_format)
+    for change in (lambda: None, lambda: own.key_value.data.mul_(1.5)):
+        change()
+        straight.stack.observation.key_value.copy_(own.key_value)
+        close = 1e-5 if dtype == torch.float32 else 3e-2
+        for n in (1, 9):
+            found, expected = (
+                each.update(each.empty(2), x[:, :n], y[:, :n]).value for each in (model, straight)
+            )
+            torch.testing.assert_close(found, expected, atol=close, rtol=0)
+
+
+@pytest.mark.parametrize("way", ["modes", "gradients"])
+def test_steps_that_no_version_counter_counts_are_noticed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("constmem.observation.bits_of", lambda _: bool)  # as on a GPU: bits tell nothing
+    model = CMANP(dim_x=1, dim_y=1, dim=32, depth=1, num_heads=2, num_slots=4, num_latents=4).eval()
+    fused = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+    x, y = torch.randn(2, 9, 1), torch.randn(2, 9, 1)
+    for _ in range(2):
+        with torch.no_grad():
+            before = model.condition(x, y)
+        if way == "modes":
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            model.train()
+        else:
+            model.loss(x, y, x, y).backward()
+        fused.step()
+        model.eval()
+        with torch.no_grad():
+            expected = copy.deepcopy(model).condition(x, y)
+            after = model.condition(x, y)
+        assert float((after.lse - before.lse).abs().max()) > 1e-3
+        torch.testing.assert_close(after.lse, expected.lse, atol=1e-6, rtol=1e-6)
+        if way == "modes":
+            assert before.fingerprint != after.fingerprint == expected.fingerprint
 
 
 @pytest.mark.usefixtures("library")
@@ -178,6 +258,30 @@ def test_an_update_by_one_point_sees_weights_change(way: str) -> None:
             found, expected = model.update(state, x, y), copy.deepcopy(model).observe(x, y)
             torch.testing.assert_close(found.lse, expected.lse, atol=1e-6, rtol=1e-6)
             torch.testing.assert_close(found.value, expected.value, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["embedding", "queries"])
+@pytest.mark.parametrize("way", ["replaced", "behind the counters"])
+@torch.no_grad()
+def test_weights_turned_where_they_lie_are_others(where: str, way: str) -> None:
+    model = CMANP(dim_x=1, dim_y=1, dim=32, depth=1, num_heads=2, num_slots=4, num_latents=4).eval()
+    x, y = torch.randn(1, 1, 1), torch.randn(1, 1, 1)
+    state = model.condition(x, y)
+    before = model.update(state, x, y)
+    module, name = (
+        (model.embed.layers[1], "weight") if where == "embedding" else (model.stack.observation, "query")
+    )
+    parameter = getattr(module, name)
+    if way == "replaced":
+        setattr(module, name, torch.nn.Parameter(parameter.mT))  # the same memory, and no more versions
+    else:
+        parameter.data = parameter.data.mT
+    assert model.fingerprint() != state.fingerprint
+    after = model.update(state.signed(model.fingerprint()), x, y)
+    expected = replace(state, fingerprint=None).merge(copy.deepcopy(model).observe(x, y))
+    assert float((after.lse - before.lse).abs().max()) > 1e-3
+    torch.testing.assert_close(after.lse, expected.lse, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(after.value, expected.value, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("junk", [float("nan"), float("inf")])
@@ -271,6 +375,106 @@ def test_an_embedding_given_other_weights_is_not_taken_for_the_old_one() -> None
         assert float((after.lse - before.lse).abs().max()) > 1e-3
         torch.testing.assert_close(after.lse, expected.lse, atol=1e-5, rtol=0)
         before = after
+
+
+@torch.no_grad()
+def test_a_plan_made_while_another_thread_makes_its_own_is_not_lost() -> None:
+    class Cleared(dict[object, object]):
+        """As one that another thread clears just then."""
+
+        def __setitem__(self, key: object, plan: object) -> None:
+            pass
+
+    found, points = observation(16, 2, 5), torch.randn(2, 9, 16)
+    expected = found.observe(points)
+    assert found._memory is not None
+    found._memory = found._memory._replace(plans=Cleared())
+    assert torch.equal(found.observe(points).value, expected.value)
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.script:DeprecationWarning")  # PyTorch's own, of dual_level
+@torch.no_grad()
+def test_tangents_are_not_lost_in_silence() -> None:
+    model = CMANP(dim_x=1, dim_y=1, dim=32, depth=1, num_heads=2, num_slots=4, num_latents=4).eval()
+    x, y, along = torch.randn(2, 5, 1), torch.randn(2, 5, 1), torch.randn(2, 5, 1)
+    state = model.condition(x, y)
+    last = x[:, :1], y[:, :1], along[:, :1]
+    with forward_ad.dual_level():
+        moved = forward_ad.make_dual(last[0], last[2])
+        found = forward_ad.unpack_dual(model.update(state, moved, last[1]).value).tangent
+        with pytest.raises(NotImplementedError, match="forward mode"):
+            model.condition(forward_ad.make_dual(x, along), y)
+    assert found is not None
+    wide = copy.deepcopy(model).double()
+    before, step = state.signed(wide.fingerprint()), 1e-5
+    moved_x = (last[0].double() + by * last[2] for by in (step, -step))
+    ahead, behind = (wide.update(before, x, last[1].double()).value for x in moved_x)
+    torch.testing.assert_close(found, (ahead - behind) / (2 * step), atol=1e-4, rtol=1e-3)
+
+
+class Contested(Observation):
+    """As one whose latest plan another thread replaces by its own just after it was remembered."""
+
+    others: ClassVar[tuple[object, Any] | None] = None
+
+    def __setattr__(self, name: str, content: Any) -> None:
+        if name == "_memory" and content is not None and content.latest[1] and self.others:
+            content = content._replace(latest=self.others)
+        super().__setattr__(name, content)
+
+
+@torch.no_grad()
+def test_the_plan_of_another_thread_is_not_taken_for_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, points = Contested(dim=32, depth=1, num_slots=4, num_heads=2), torch.randn(2, 1, 3)
+    mine, theirs = (MLP(dim_in=3, dim_hidden=8, dim_out=32, depth=2) for _ in range(2))
+    state = found.observe(points, embed=mine)
+    assert found.extended(state, points, embed=theirs, weights="theirs") is not None
+    assert found._memory is not None
+    monkeypatch.setattr(Contested, "others", found._memory.latest)
+    extended = found.extended(state, points, embed=mine, weights="mine")
+    assert extended is not None
+    torch.testing.assert_close(extended.value, state.value)  # the same point once more
+
+
+@pytest.mark.compiles
+@torch.no_grad()
+def test_a_traced_update_is_made_of_operators() -> None:
+    model = CMANP(dim_x=1, dim_y=1, dim=32, depth=1, num_heads=2, num_slots=4, num_latents=4).eval()
+    model.requires_grad_(False)
+    x, y = torch.randn(2, 9, 1), torch.randn(2, 9, 1)
+    state = model.condition(x[:, :8], y[:, :8])
+
+    def updated(value: Tensor, lse: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        found = model.update(AttentionState(value, lse, state.count), x, y)
+        return found.value, found.lse
+
+    given = state.value, state.lse, x[:, 8:], y[:, 8:]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # sizes are constants; and PyTorch would have us export instead
+        traced = torch.jit.trace(updated, given, check_trace=False)
+        found = traced(*given)
+    for one, other in zip(found, updated(*given), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
+@pytest.mark.compiles
+@torch.no_grad()
+def test_a_compiled_update_is_not_compiled_again_for_weights_that_moved() -> None:
+    model = CMANP(dim_x=1, dim_y=1, dim=32, depth=1, num_heads=2, num_slots=4, num_latents=4).eval()
+    x, y = torch.randn(2, 9, 1), torch.randn(2, 9, 1)
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda state: model.update(state, x[:, 8:], y[:, 8:]).value, backend=backend)
+    state = model.condition(x[:, :8], y[:, :8])
+    for _ in range(3):
+        torch.testing.assert_close(compiled(state), model.update(state, x[:, 8:], y[:, 8:]).value)
+        model.stack.observation.slots.mul_(1.0)
+    assert len(graphs) == 1
 
 
 PROGRAM = """

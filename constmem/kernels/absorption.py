@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -14,11 +15,18 @@ class Absorbed(NamedTuple):
     project: Float[Tensor, "h c d"]  # from mean tokens to values
     shift: Float[Tensor, "h c"]
 
+    @property
+    def single(self) -> tuple[Float[Tensor, "sv d"], Float[Tensor, " sv"]]:
+        """Scores and values of a token by one product."""
+        weight = torch.cat([self.rows, self.project.flatten(0, 1)])
+        return weight, torch.cat([self.score, self.shift.flatten()])
+
 
 def absorb(
-    queries: Float[Tensor, "h s c"], weight: Float[Tensor, "kv d"], shift: Float[Tensor, " kv"]
+    queries: Float[Tensor, "*depth h s c"], weight: Float[Tensor, "kv d"], shift: Float[Tensor, " kv"]
 ) -> Absorbed:
     """Queries, and the projection to keys and values of all heads, as tokens meet them; differentiable."""
+    queries = queries.flatten(0, -3)
     heads, _, channels = queries.shape
     (key, value), (key_shift, value_shift) = weight.chunk(2), shift.chunk(2)
     rows = (queries @ key.unflatten(0, (heads, channels))).flatten(0, 1)

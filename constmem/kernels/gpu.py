@@ -136,9 +136,8 @@ def plan(absorbed: Absorbed, layers: Sequence[tuple[Tensor, Tensor]], precision:
     width = absorbed.rows.shape[1]
     d = padded(max([width, *(n for w, _ in layers for n in w.shape)]))
     turn = turn_of(width, absorbed.rows.device)
-    turned, project = absorbed.rows @ turn.T, absorbed.project @ turn.T
-    single = torch.cat([turned, project.flatten(0, 1)]), torch.cat([absorbed.score, absorbed.shift.flatten()])
-    rows = log2(torch.e) * turned
+    absorbed = absorbed._replace(rows=absorbed.rows @ turn.T, project=absorbed.project @ turn.T)
+    single, rows, project = absorbed.single, log2(torch.e) * absorbed.rows, absorbed.project
     if precision == "half" and float(rows.abs().max()) > _LARGEST_HALF:
         precision = "tf32"
     if d > WIDEST[precision]:

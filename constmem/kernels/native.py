@@ -22,10 +22,12 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from constmem.kernels import spare
 from constmem.kernels.compiled import FLAGS, built
 
+LONGEST = 65_536  # points that running sums of float32 add up: of more, roundings of one kind would show
 VECTOR = 16  # channels of a head, and slots, are padded to a multiple of this
 _LOG2E = log2(torch.e)
 _log = logging.getLogger("constmem")
@@ -128,6 +130,10 @@ def observe(
 ) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h s"]]:
     """Value and lse of each task's points, for all heads; points of bias `EMPTY` are left out."""
     b, n, _ = data.shape
+    if n > LONGEST:
+        cuts = [slice(i, i + LONGEST) for i in range(0, n, LONGEST)]
+        parts = (observe(plan, data[:, cut], None if bias is None else bias[:, cut]) for cut in cuts)
+        return functools.reduce(lambda before, part: merge(*before, *part), parts)
     heads, slots, channels = plan.shape
     data = data.contiguous()
     lse = torch.empty(b, heads, slots, dtype=torch.float64)
@@ -215,14 +221,21 @@ class Watch:
         return int(_require().sum_of_bits(len(self._kept), *self._content))
 
 
+def reads(t: Tensor) -> bool:
+    """Whether machine code can read it: it knows numbers of one kind only."""
+    return t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous()
+
+
 def usable() -> bool:
     """Whether there is machine code, and ordinary tensors to run it on."""
     return not traced() and library() is not None
 
 
 def traced() -> bool:
-    """Whether tensors are symbols of a compiler or of a function transform, not numbers in memory."""
-    return torch.compiler.is_compiling() or transformed()
+    """Whether tensors are symbols of a compiler, a trace or a function transform, or have tangents."""
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or transformed():
+        return True
+    return forward_ad._current_level >= 0
 
 
 def transformed() -> bool:

@@ -29,7 +29,7 @@ constexpr Series SERIES;
 static inline void exp_of_negative(Double (&x)[MANY]) {
     Double shifted[MANY], r[MANY], p[MANY];
     for (int i = 0; i < MANY; i++) {
-        x[i] = x[i] > -708.0 ? x[i] : Double{} - 708.0;
+        x[i] = x[i] < -708.0 ? Double{} - 708.0 : x[i];  // what is not a number stays none
         shifted[i] = x[i] * (1 / LN2) + 0x1.8p52;  // rounds to a whole number in the lowest bits
         const Double n = shifted[i] - 0x1.8p52;
         r[i] = (x[i] - n * 0x1.62e42feep-1) - n * 0x1.a39ef35793c76p-33;
