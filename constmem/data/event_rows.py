@@ -145,9 +145,9 @@ def _grouped(path: Path, rows: Iterable[Row], unit: str, *, marked: bool) -> Lab
         at = moment(time, unit, where)
         history = times.setdefault(user, [])
         if history and at < history[-1]:
-            whose = f"{user!r} has " if user else ""
+            whose, which = (f"{user!r} has ", "its row before") if user else ("", "the row before it")
             raise ValueError(
-                f"{where}: {whose}an event at {time}, earlier than the row before it: sort the rows by time"
+                f"{where}: {whose}an event at {time}, earlier than {which}: sort the rows by time"
             )
         history.append(at)
         marks.setdefault(user, []).append(mark)
