@@ -58,7 +58,7 @@ def test_what_is_unknown_ends_with_code_2_and_the_nearest_name(
 def test_what_to_run_next_names_the_data_folder_unless_the_variable_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("constmem.train.train", lambda *arguments, **options: None)
+    monkeypatch.setattr("constmem.train.train", lambda *_, **__: None)
     monkeypatch.delenv("CONSTMEM_DATA", raising=False)
     folder = tmp_path / "my packs"
     train("taxi", "gru", data_dir=folder, out=Path("run"))

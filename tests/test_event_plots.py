@@ -170,7 +170,7 @@ def test_events_of_a_short_sequence_are_counted_in_whole_numbers(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(plots_events, "save_figure", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(plots_events, "save_figure", lambda figure, _: drawn.append(figure))
     network = open_event_run(run_folder(tmp_path, data), data_dir=data, device="cpu").model
     events = Events.from_gaps([[0.0, 1.0, 0.5, 2.0]], num_marks=10, unit="hour")
     plots_events.sequence_picture(network, events, tmp_path / "short.png", title="")

@@ -210,7 +210,7 @@ def test_a_log_survives_its_file(file: Path, tmp_path: Path) -> None:
         (3, ["c1", "look", "soon", ""], "line 3 of .* has a time that is 'soon'"),
         (3, ["c1", "look", "nan", ""], "line 3 of .* is nan: every time must be finite"),
         (3, ["c1", "look"], "line 3 of .* has 2 cells, its header 4"),
-        (20, ["c1", "look", "0", ""], "line 20 of .*: 'c1' has an event at 0, earlier than its row before: sort"),
+        (20, ["c1", "look", "0", ""], "line 20 of .*: 'c1' has .* at 0, earlier than its row before: sort"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: int, cells: list[str], message: str) -> None:

@@ -170,7 +170,7 @@ def test_a_run_without_a_logged_loss_has_no_curve(tmp_path: Path) -> None:
 
 def test_a_single_logged_step_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr("constmem.plots.curves.save_figure", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr("constmem.plots.curves.save_figure", lambda figure, _: drawn.append(figure))
     for count in (1, 2):
         entries = [{"step": 20 * s, "loss": 1.0, "lr": 1e-3} for s in range(1, count + 1)]
         plots.learning_curve(entries, tmp_path / "short.png", title="")

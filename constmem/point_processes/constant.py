@@ -100,8 +100,8 @@ class ConstantState(EventState):
             )
         if self.batch != other.batch:
             raise ValueError(
-                f"cannot {verb} states of {self.batch} and {other.batch} streams: both need the same streams, "
-                "in the same order (select takes some of them)"
+                f"cannot {verb} states of {self.batch} and {other.batch} streams: take those of the "
+                "same streams, in the same order (select takes some of them)"
             )
         if not torch.equal(self.start, other.start):
             raise ValueError(

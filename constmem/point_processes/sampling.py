@@ -32,7 +32,7 @@ def sample(
     end = None if end is None else end.expand(begin.shape)
     if end is not None and not bool(end.isfinite().all()):
         k = int((~end.isfinite()).nonzero()[0])
-        raise ValueError(f"until={end[k].item()} for stream {k} is no time to stop at: give a finite one, or n=")
+        raise ValueError(f"until={end[k].item()} for stream {k} is no time to stop at: give one, or n=")
     if end is not None and bool((end < begin).any()):
         k = int((end < begin).nonzero()[0])
         raise ValueError(f"until={end[k].item()} is before the last event of stream {k}, {begin[k].item()}")
