@@ -238,6 +238,14 @@ def test_what_does_not_fit_a_file_is_told(file: Path, options: dict[str, str], m
         EventLog.read(file, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("options", [{"mark": "-"}, {"user": "user", "mark": "-"}])
+def test_two_columns_of_one_name_are_not_guessed_between(tmp_path: Path, options: dict[str, Any]) -> None:
+    content = [["a", "b", i] for i in range(20)]
+    path = write(tmp_path / "shop.csv", ["user", "user", "time"], content)
+    with pytest.raises(ValueError, match=r"2 columns are called 'user', .* holds the user: rename one"):
+        EventLog.read(path, by="time", **options)
+
+
 def test_too_few_or_too_short_sequences_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "shop.csv", HEADER, rows(users=4))
     with pytest.raises(ValueError, match=r"has 4 sequences, but 5 are the fewest.*--split time"):

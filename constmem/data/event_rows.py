@@ -103,6 +103,12 @@ def _places(path: Path, names: list[str], columns: Mapping[str, str | None]) -> 
                     f"{', '.join(names)[:120] or 'nothing'}: say which it is, --{what} NAME{none}"
                 )
             places.append(found[0])
+        name = "" if places[-1] is None else names[places[-1]]
+        if name and names.count(name) > 1:
+            raise ValueError(
+                f"{names.count(name)} columns are called {name!r}, and {path} does not say which holds the "
+                f"{what}: rename one"
+            )
     return places
 
 
