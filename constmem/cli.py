@@ -1,6 +1,8 @@
 """The command line, `constmem demo | train | eval | table | plot | bench | data`; help is given at once."""
 
 import json
+import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -132,12 +134,15 @@ def train(
     run = Run(dataset, model, recipe, settings, seed)
     folder = out or Path("runs") / f"{dataset}-{model}-{recipe}-{seed}"
     run_training(run, out=folder, data_dir=data_dir, device=device, resume=resume, compiled=compiled)
-    _say_trained(folder)
+    _say_trained(folder, data_dir)
 
 
-def _say_trained(folder: Path) -> None:
+def _say_trained(folder: Path, data_dir: Path | None = None) -> None:
+    """What to do next; a folder of data that only this command was told of is told again."""
+    told = data_dir is not None and str(data_dir) != os.environ.get("CONSTMEM_DATA")
+    run = shlex.join([str(folder), *(["--data-dir", str(data_dir)] if told else [])])
     print(f"trained: {folder}")
-    print(f"next: constmem eval {folder}; constmem plot {folder}")
+    print(f"next: constmem eval {run}; constmem plot {run}")
 
 
 @app.command(name="eval")

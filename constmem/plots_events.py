@@ -58,6 +58,7 @@ def sequence_picture(
         above.plot(_array(place), _array(quantiles[level]), style, color=BLUE, linewidth=0.9, label=label)
     above.plot(_array(place), _array(gaps), ".", color=RED, markersize=5, label="what came")
     above.set(yscale="log", xlabel="event", ylim=(low, high))
+    above.locator_params(axis="x", integer=True)
     label_durations(above, events.unit)
     _timeline(below, events, shown, _clock(events, shown), names)
     _legend(figure)

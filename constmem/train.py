@@ -244,6 +244,18 @@ def _same(one: Table | EventLog, other: Table | EventLog | None) -> bool:
     return isinstance(other, EventLog) and one.equals(other)
 
 
+def _differing(there: Any, here: Any, name: str = "") -> list[str]:
+    """Which settings of a run in its folder are not those asked for."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        keys = sorted(there.keys() | here.keys())
+        return [
+            text
+            for key in keys
+            for text in _differing(there.get(key), here.get(key), f"{name}.{key}".strip("."))
+        ]
+    return [] if there == here else [f"{name} is {there} there, {here} here"]
+
+
 def _prepare_folder(
     run: Run, out: Path, resume: bool, table: Table | EventLog | None, where: torch.device
 ) -> None:
@@ -253,9 +265,10 @@ def _prepare_folder(
         if not resume:
             raise FileExistsError(f"{out} holds a run already: take another --out, or go on with --resume")
         before = json.loads(path.read_text())["run"]
-        if before != json.loads(json.dumps(content)):
+        if others := _differing(before, json.loads(json.dumps(content))):
+            told = "; ".join(others)
             raise ValueError(
-                f"{out} is a run of other settings ({before}): resume it with those, or start anew"
+                f"{out} is a run of other settings ({told}): resume it with those, or start anew"
             )
         if table is not None and not _same(table, own_data(out)):
             what = "rows" if isinstance(table, Table) else "events"

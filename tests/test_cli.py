@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from constmem.cli import train
 from constmem.demo import demo
 
 
@@ -52,6 +53,20 @@ def test_what_is_unknown_ends_with_code_2_and_the_nearest_name(
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_to_run_next_names_the_data_folder_unless_the_variable_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("constmem.train.train", lambda *_, **__: None)
+    monkeypatch.delenv("CONSTMEM_DATA", raising=False)
+    folder = tmp_path / "my packs"
+    train("taxi", "gru", data_dir=folder, out=Path("run"))
+    where = f"--data-dir '{folder}'"
+    assert f"next: constmem eval run {where}; constmem plot run {where}\n" in capsys.readouterr().out
+    monkeypatch.setenv("CONSTMEM_DATA", str(folder))
+    train("taxi", "gru", data_dir=folder, out=Path("run"))
+    assert "next: constmem eval run; constmem plot run\n" in capsys.readouterr().out
 
 
 def test_a_missing_data_set_is_told_with_where_it_was_looked_for(tmp_path: Path) -> None:

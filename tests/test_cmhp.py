@@ -182,6 +182,8 @@ def test_states_of_other_clocks_are_not_merged() -> None:
         one.merge(other)
     with pytest.raises(TypeError, match="cannot merge"):
         one.merge(small("gru").condition(stream(5)))
+    with pytest.raises(ValueError, match="cannot merge states of 1 and 2 streams"):
+        one.merge(one.repeat(2))
 
 
 def test_recency_is_a_weight_that_halves_with_time() -> None:

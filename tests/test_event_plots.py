@@ -166,6 +166,19 @@ def test_the_sequence_shown_is_the_one_of_typical_length(data: Path) -> None:
     assert shown.times.shape[1] == 12
 
 
+def test_events_of_a_short_sequence_are_counted_in_whole_numbers(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(plots_events, "save_figure", lambda figure, _: drawn.append(figure))
+    network = open_event_run(run_folder(tmp_path, data), data_dir=data, device="cpu").model
+    events = Events.from_gaps([[0.0, 1.0, 0.5, 2.0]], num_marks=10, unit="hour")
+    plots_events.sequence_picture(network, events, tmp_path / "short.png", title="")
+    ticks = drawn[0].axes[0].get_xticks().tolist()
+    assert {1.0, 2.0, 3.0} <= set(ticks)
+    assert all(tick.is_integer() for tick in ticks)
+
+
 def test_of_a_large_test_set_some_sequences_are_drawn_spread_over_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

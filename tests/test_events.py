@@ -101,6 +101,11 @@ def test_marks_that_are_not_given_are_the_one_kind_or_unknown():
     assert Events.from_arrival_times([[1.0, 2.0]], unit="s", num_marks=4).marks.tolist() == [[-1, -1]]
 
 
+def test_a_single_sequence_wants_to_be_a_list_of_one():
+    with pytest.raises(ValueError, match=r"times\[0\] is one number, not a sequence .* \[\[1.0, 2.0\]\]"):
+        Events.from_arrival_times([1.0, 2.0], unit="s")
+
+
 def test_events_say_in_one_line_what_they_are():
     assert repr(small()) == "Events(2 sequences, 5 events, 3 marks, times in 'hour', on cpu)"
 

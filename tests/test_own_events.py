@@ -210,7 +210,7 @@ def test_a_log_survives_its_file(file: Path, tmp_path: Path) -> None:
         (3, ["c1", "look", "soon", ""], "line 3 of .* has a time that is 'soon'"),
         (3, ["c1", "look", "nan", ""], "line 3 of .* is nan: every time must be finite"),
         (3, ["c1", "look"], "line 3 of .* has 2 cells, its header 4"),
-        (20, ["c1", "look", "0", ""], "line 20 of .*: 'c1' has an event at 0, earlier than .* sort the rows"),
+        (20, ["c1", "look", "0", ""], "line 20 of .*: 'c1' has .* at 0, earlier than its row before: sort"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: int, cells: list[str], message: str) -> None:
@@ -236,6 +236,14 @@ def test_what_does_not_fit_a_file_is_told(file: Path, options: dict[str, str], m
         write(file, HEADER, [["", "look", 5, ""], ["", "look", 4, ""]])
     with pytest.raises(ValueError, match=message):
         EventLog.read(file, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"mark": "-"}, {"user": "user", "mark": "-"}])
+def test_two_columns_of_one_name_are_not_guessed_between(tmp_path: Path, options: dict[str, Any]) -> None:
+    content = [["a", "b", i] for i in range(20)]
+    path = write(tmp_path / "shop.csv", ["user", "user", "time"], content)
+    with pytest.raises(ValueError, match=r"2 columns are called 'user', .* holds the user: rename one"):
+        EventLog.read(path, by="time", **options)
 
 
 def test_too_few_or_too_short_sequences_are_refused(tmp_path: Path) -> None:

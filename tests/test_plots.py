@@ -168,6 +168,17 @@ def test_a_run_without_a_logged_loss_has_no_curve(tmp_path: Path) -> None:
         plots.learning_curve(METRICS[:1], tmp_path / "none.png", title="")
 
 
+def test_a_single_logged_step_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("constmem.plots.curves.save_figure", lambda figure, _: drawn.append(figure))
+    for count in (1, 2):
+        entries = [{"step": 20 * s, "loss": 1.0, "lr": 1e-3} for s in range(1, count + 1)]
+        plots.learning_curve(entries, tmp_path / "short.png", title="")
+    one, two = ([axis.lines[-1].get_marker() for axis in (f.axes[0], f.axes[2])] for f in drawn)
+    assert one == ["o", "o"]  # a line through one point is invisible
+    assert two == ["", ""]
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no run in"):
         plot_runs([tmp_path])

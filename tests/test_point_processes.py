@@ -350,6 +350,9 @@ def test_samples_until_a_time_end_there(kind: str) -> None:
     assert model.sample(state, until=state.last_time).times.shape == (40, 0)
     with pytest.raises(RuntimeError, match="limit="):
         model.sample(state, until=until + 1e6, limit=3)
+    for never in (math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"until={never} for stream 0 is no time to stop at"):
+            model.sample(state, until=never, limit=3)
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,9 @@ def test_a_run_begun_on_another_kind_of_device_goes_on_with_new_random_numbers(
 
 def test_a_run_of_other_settings_is_not_resumed(tmp_path: Path) -> None:
     train.train(small_run("steps=2"), out=tmp_path)
-    with pytest.raises(ValueError, match="other settings"):
+    with pytest.raises(
+        ValueError, match=r"other settings \(recipe.steps is 2 there, 3 here\): resume it with those"
+    ):
         train.train(small_run("steps=3"), out=tmp_path, resume=True)
 
 

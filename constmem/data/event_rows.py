@@ -103,6 +103,12 @@ def _places(path: Path, names: list[str], columns: Mapping[str, str | None]) -> 
                     f"{', '.join(names)[:120] or 'nothing'}: say which it is, --{what} NAME{none}"
                 )
             places.append(found[0])
+        name = "" if places[-1] is None else names[places[-1]]
+        if name and names.count(name) > 1:
+            raise ValueError(
+                f"{names.count(name)} columns are called {name!r}, and {path} does not say which holds the "
+                f"{what}: rename one"
+            )
     return places
 
 
@@ -145,9 +151,9 @@ def _grouped(path: Path, rows: Iterable[Row], unit: str, *, marked: bool) -> Lab
         at = moment(time, unit, where)
         history = times.setdefault(user, [])
         if history and at < history[-1]:
-            whose = f"{user!r} has " if user else ""
+            whose, which = (f"{user!r} has ", "its row before") if user else ("", "the row before it")
             raise ValueError(
-                f"{where}: {whose}an event at {time}, earlier than the row before it: sort the rows by time"
+                f"{where}: {whose}an event at {time}, earlier than {which}: sort the rows by time"
             )
         history.append(at)
         marks.setdefault(user, []).append(mark)

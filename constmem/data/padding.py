@@ -21,6 +21,11 @@ def one_sequence(what: str, k: int, row: Any, *, whole: bool = False) -> Tensor:
         )
     except (TypeError, ValueError) as error:
         raise TypeError(f"{what}[{k}] is not a sequence of numbers ({error})") from error
+    if not values.ndim:
+        raise ValueError(
+            f"{what}[{k}] is one number, not a sequence of them: a single sequence is a list of one, as in "
+            "[[1.0, 2.0]]"
+        )
     if values.ndim != 1:
         raise ValueError(
             f"{what}[{k}] has shape {tuple(values.shape)}, but one number for each event is needed"

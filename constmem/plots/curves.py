@@ -27,8 +27,9 @@ def learning_curve(entries: Sequence[Mapping[str, Any]], path: AnyPath, *, title
     shape = {"height_ratios": (3, 2, 1)}
     figure, axes = plt.subplots(3, 1, figsize=(6.8, 5.6), dpi=DPI, sharex=True, gridspec_kw=shape)
     at, loss = zip(*steps["loss"], strict=True)
+    dot = "o" if len(at) == 1 else ""  # a line through one point is invisible
     axes[0].plot(at, loss, color=GREY, alpha=0.7, linewidth=0.8, label="logged steps")
-    axes[0].plot(at, _smooth(loss), color=BLUE, label="their running mean")
+    axes[0].plot(at, _smooth(loss), color=BLUE, marker=dot, markersize=3, label="their running mean")
     axes[0].set(ylabel="loss", ylim=_range(loss), xlim=(0, at[-1] * 1.02))
     axes[0].legend(frameon=False, fontsize=8, loc="upper right")
     if steps["validation"]:
@@ -39,7 +40,7 @@ def learning_curve(entries: Sequence[Mapping[str, Any]], path: AnyPath, *, title
         axes[1].set_ylim(*_range(found))
         axes[1].legend(frameon=False, fontsize=8, loc="lower right")
     axes[1].set_ylabel("validation\nlog-likelihood")
-    axes[2].plot(*zip(*steps["lr"], strict=True), color=GREY)
+    axes[2].plot(*zip(*steps["lr"], strict=True), color=GREY, marker=dot, markersize=3)
     axes[2].set(ylabel="rate", xlabel="steps", ylim=(0, None))
     axes[2].ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
     for axis in axes:

@@ -98,7 +98,12 @@ class ConstantState(EventState):
             raise ValueError(
                 f"cannot {verb} states that remember {kept} and {theirs} last events: take those of one model"
             )
-        if self.start.shape != other.start.shape or not torch.equal(self.start, other.start):
+        if self.batch != other.batch:
+            raise ValueError(
+                f"cannot {verb} states of {self.batch} and {other.batch} streams: take those of the "
+                "same streams, in the same order (select takes some of them)"
+            )
+        if not torch.equal(self.start, other.start):
             raise ValueError(
                 f"cannot {verb} states that count time from different starts ({self.start.tolist()} and "
                 f"{other.start.tolist()}): condition both with the t_start of the whole stream"

@@ -30,6 +30,9 @@ def sample(
     begin = state.last_time
     end = None if until is None else torch.as_tensor(until, dtype=torch.float64, device=begin.device)
     end = None if end is None else end.expand(begin.shape)
+    if end is not None and not bool(end.isfinite().all()):
+        k = int((~end.isfinite()).nonzero()[0])
+        raise ValueError(f"until={end[k].item()} for stream {k} is no time to stop at: give one, or n=")
     if end is not None and bool((end < begin).any()):
         k = int((end < begin).nonzero()[0])
         raise ValueError(f"until={end[k].item()} is before the last event of stream {k}, {begin[k].item()}")
