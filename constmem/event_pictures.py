@@ -15,8 +15,8 @@ from constmem.data import EventLog, Events
 from constmem.evaluate_events import mark_confusion, rescaled_times
 from constmem.point_processes import PointProcess
 from constmem.results import read_run, source_of
+from constmem.run_folder import own_data
 from constmem.sources import SIMULATED
-from constmem.train import own_data
 
 SCORED = 20_000  # events of a test set that goodness of fit and confusion are drawn of
 TYPICAL = 60  # events: the sequence shown is the one with about as many

@@ -19,8 +19,8 @@ from constmem.neural_processes import NeuralProcess
 from constmem.plots import Fit
 from constmem.recipes import of_events
 from constmem.results import read_run, source_of
+from constmem.run_folder import TABLE
 from constmem.sources import Source
-from constmem.train import TABLE
 
 SHARES = (0.01, 0.04, 0.08, 0.16, 0.32)  # of an image's pixels, as growing contexts
 FEW_PIXELS, FEW_SHARES = 200, (1 / 16, 1 / 8, 1 / 4, 1 / 2)  # of a very small image

@@ -21,8 +21,8 @@ from constmem.memory import Peak
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
 from constmem.recipes import Recipe, of_events
+from constmem.run_folder import device_name, own_data
 from constmem.sources import SIMULATED, Source, open_source
-from constmem.train import device_name, own_data
 
 # Log-likelihoods of the paper's image table (mean of 5 seeds); for Gaussian processes of its later version.
 PUBLISHED: dict[str, dict[str, dict[str, float]]] = {

@@ -1,12 +1,9 @@
 """One flat loop that trains every model: sample, step, log, validate, checkpoint; resumable bit for bit."""
 
 import contextlib
-import json
 import math
 import os
-import platform
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -16,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from constmem import capture, checkpoint, checks, neural_processes, point_processes
+from constmem import capture, checkpoint, checks, neural_processes, point_processes, run_folder
 from constmem.data import EventLog, Table
-from constmem.files import write_text
 from constmem.log import Log
 from constmem.memory import Peak
 from constmem.model import Model
@@ -29,7 +25,6 @@ from constmem.sources import Source, open_source
 from constmem.variants import require_variant
 
 LOG_EVERY = 50
-TABLE, LOG = "table.safetensors", "events.safetensors"  # the rows or events of a run on one's own data
 MODELS: dict[str, type[Any]] = {**neural_processes.MODELS, **point_processes.MODELS}
 
 
@@ -91,7 +86,7 @@ def train(
     model = build(run).to(where).train()
     source = open_source(run.dataset, run.recipe, data_dir=data_dir, device=where, table=table)
     source.prepare(model)
-    _prepare_folder(run, out, resume, table, where)
+    run_folder.prepare(asdict(run), out, resume=resume, own=table, where=where)
     peak = Peak(where)
     optimiser = _optimiser(model, run.recipe, where)
     ragged = run.recipe.sampling == "ragged"  # lengths and seeds are needed here: no device is waited for
@@ -229,79 +224,6 @@ def _arithmetic(precision: str, where: torch.device) -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
-
-
-def own_data(folder: Path) -> Table | EventLog | None:
-    """The rows or events that a run on one's own data keeps in its folder; None for a run on a data set."""
-    if (folder / LOG).exists():
-        return EventLog.load(folder / LOG)
-    return Table.load(folder / TABLE) if (folder / TABLE).exists() else None
-
-
-def _same(one: Table | EventLog, other: Table | EventLog | None) -> bool:
-    if isinstance(one, Table):
-        return isinstance(other, Table) and one.equals(other)
-    return isinstance(other, EventLog) and one.equals(other)
-
-
-def _differing(there: Any, here: Any, name: str = "") -> list[str]:
-    """Which settings of a run in its folder are not those asked for."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        keys = sorted(there.keys() | here.keys())
-        return [
-            text
-            for key in keys
-            for text in _differing(there.get(key), here.get(key), f"{name}.{key}".strip("."))
-        ]
-    return [] if there == here else [f"{name} is {there} there, {here} here"]
-
-
-def _prepare_folder(
-    run: Run, out: Path, resume: bool, table: Table | EventLog | None, where: torch.device
-) -> None:
-    path = out / "run.json"
-    content = {key: value for key, value in asdict(run).items() if value is not None}
-    if path.exists():
-        if not resume:
-            raise FileExistsError(f"{out} holds a run already: take another --out, or go on with --resume")
-        before = json.loads(path.read_text())["run"]
-        if others := _differing(before, json.loads(json.dumps(content))):
-            told = "; ".join(others)
-            raise ValueError(
-                f"{out} is a run of other settings ({told}): resume it with those, or start anew"
-            )
-        if table is not None and not _same(table, own_data(out)):
-            what = "rows" if isinstance(table, Table) else "events"
-            raise ValueError(f"{out} is a run on other {what} than {table.name} has now: start anew")
-        return
-    about = {
-        "run": content,
-        "commit": current_commit(),
-        "device": device_name(where),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    if table is not None:
-        table.save(out / (TABLE if isinstance(table, Table) else LOG))
-    write_text(path, json.dumps(about, indent=2) + "\n")
-
-
-def device_name(where: torch.device) -> str:
-    """What a device is called by its maker, as far as that is known."""
-    if where.type == "cuda":
-        return torch.cuda.get_device_name(where)
-    return platform.processor() or f"{where.type.upper()} ({platform.machine()})"
-
-
-def current_commit() -> str | None:
-    """The commit of the code, where it runs from a checkout (or is told by CONSTMEM_COMMIT)."""
-    if "CONSTMEM_COMMIT" in os.environ:
-        return os.environ["CONSTMEM_COMMIT"]
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 @contextlib.contextmanager

@@ -17,8 +17,9 @@ from constmem.neural_processes import MODELS
 from constmem.pictures import Trained, _told, plot_runs
 from constmem.plots.curves import reliability
 from constmem.recipes import changed, recipe, table_recipe
+from constmem.run_folder import TABLE
 from constmem.sources import open_source
-from constmem.train import TABLE, Run, build
+from constmem.train import Run, build
 
 SIZES = {"dim": 8, "depth": 1, "num_slots": 4, "num_latents": 4, "hidden": 8, "num_heads": 2}
 TINY = [f"model.{key}={value}" for key, value in SIZES.items()]

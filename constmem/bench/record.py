@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from constmem.files import write_text
-from constmem.train import current_commit
+from constmem.run_folder import current_commit
 
 Row = dict[str, Any]
 Work = Callable[[], Any]

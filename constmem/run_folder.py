@@ -1,0 +1,89 @@
+"""What the folder of a run says of how it was made, and the data of one's own that it keeps."""
+
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from constmem.data import EventLog, Table
+from constmem.files import write_text
+
+TABLE, LOG = "table.safetensors", "events.safetensors"  # the rows or events of a run on one's own data
+
+
+def own_data(folder: Path) -> Table | EventLog | None:
+    """The rows or events that a run on one's own data keeps in its folder; None for a run on a data set."""
+    if (folder / LOG).exists():
+        return EventLog.load(folder / LOG)
+    return Table.load(folder / TABLE) if (folder / TABLE).exists() else None
+
+
+def _same(one: Table | EventLog, other: Table | EventLog | None) -> bool:
+    if isinstance(one, Table):
+        return isinstance(other, Table) and one.equals(other)
+    return isinstance(other, EventLog) and one.equals(other)
+
+
+def _differing(there: Any, here: Any, name: str = "") -> list[str]:
+    """Which settings of a run in its folder are not those asked for."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        keys = sorted(there.keys() | here.keys())
+        return [
+            text
+            for key in keys
+            for text in _differing(there.get(key), here.get(key), f"{name}.{key}".strip("."))
+        ]
+    return [] if there == here else [f"{name} is {there} there, {here} here"]
+
+
+def prepare(
+    run: dict[str, Any], out: Path, *, resume: bool, own: Table | EventLog | None, where: torch.device
+) -> None:
+    """Write down how a run is made; of a folder that holds one, make sure that it is the same."""
+    path = out / "run.json"
+    content = {key: value for key, value in run.items() if value is not None}
+    if path.exists():
+        if not resume:
+            raise FileExistsError(f"{out} holds a run already: take another --out, or go on with --resume")
+        before = json.loads(path.read_text())["run"]
+        if others := _differing(before, json.loads(json.dumps(content))):
+            told = "; ".join(others)
+            raise ValueError(
+                f"{out} is a run of other settings ({told}): resume it with those, or start anew"
+            )
+        if own is not None and not _same(own, own_data(out)):
+            what = "rows" if isinstance(own, Table) else "events"
+            raise ValueError(f"{out} is a run on other {what} than {own.name} has now: start anew")
+        return
+    about = {
+        "run": content,
+        "commit": current_commit(),
+        "device": device_name(where),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    if own is not None:
+        own.save(out / (TABLE if isinstance(own, Table) else LOG))
+    write_text(path, json.dumps(about, indent=2) + "\n")
+
+
+def device_name(where: torch.device) -> str:
+    """What a device is called by its maker, as far as that is known."""
+    if where.type == "cuda":
+        return torch.cuda.get_device_name(where)
+    return platform.processor() or f"{where.type.upper()} ({platform.machine()})"
+
+
+def current_commit() -> str | None:
+    """The commit of the code, where it runs from a checkout (or is told by CONSTMEM_COMMIT)."""
+    if "CONSTMEM_COMMIT" in os.environ:
+        return os.environ["CONSTMEM_COMMIT"]
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
