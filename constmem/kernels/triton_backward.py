@@ -35,12 +35,12 @@ class Precision(NamedTuple):
     tokens: Tiles
 
 
-# What the registers of an H200 hold at d = 64, and how many such programs a multiprocessor: only products of
-# exact float32 spill, and not much.
+# What was fastest on an H200 at d = 64 (`benchmarks/gpu.py training_tiles`), and how many such programs a
+# multiprocessor holds.
 PRECISIONS = {
-    "half": Precision(torch.float16, "tf32", Tiles(64, 64, 4, 3, 4), Tiles(64, 128, 8, 3, 2)),
-    "tf32": Precision(torch.float32, "tf32", Tiles(64, 64, 4, 2, 3), Tiles(32, 128, 8, 2, 2)),
-    "exact": Precision(torch.float32, "tf32x3", Tiles(64, 32, 4, 1, 2), Tiles(32, 128, 8, 1, 1)),
+    "half": Precision(torch.float16, "tf32", Tiles(128, 64, 8, 3, 2), Tiles(64, 128, 8, 2, 2)),
+    "tf32": Precision(torch.float32, "tf32", Tiles(128, 64, 8, 2, 1), Tiles(64, 128, 8, 2, 1)),
+    "exact": Precision(torch.float32, "tf32x3", Tiles(128, 32, 8, 2, 1), Tiles(32, 128, 8, 1, 1)),
 }
 
 
