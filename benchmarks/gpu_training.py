@@ -1,4 +1,8 @@
-"""Constant-memory training on a GPU: time and peaks of steps, errors of gradients, tiles of the kernels."""
+"""Constant-memory training on a GPU: time and peaks of steps, errors of gradients, tiles of the kernels.
+
+python benchmarks/gpu_training.py                 # a minute; writes results/gpu_training.json
+python benchmarks/gpu_training.py tiles           # only this section
+"""
 
 import copy
 import traceback
@@ -29,7 +33,7 @@ CANDIDATES = {
 }  # fmt: skip
 
 
-def training() -> Iterator[Row]:
+def steps() -> Iterator[Row]:
     """Constant-memory training at up to 1e6 context points: a step, and what observes in it, by its peaks."""
     torch.manual_seed(0)
     model = CMANP(dim_x=2, dim_y=1).to(on_gpu.DEVICE)
@@ -68,7 +72,7 @@ def _trained(what: str, n: int, work: Callable[[], None]) -> Iterator[Row]:
                **({} if name.startswith("plain") else ratios)}  # fmt: skip
 
 
-def training_errors() -> Iterator[Row]:
+def errors() -> Iterator[Row]:
     """How far the gradients of all that observes are from those of float64, relative to their largest."""
     model = on_gpu.trained()
     exact = copy.deepcopy(model).double()
@@ -94,7 +98,7 @@ def _gradients(model: CMANP, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(loss, model.observing_parameters())
 
 
-def training_tiles() -> Iterator[Row]:
+def tiles() -> Iterator[Row]:
     """The sizes of both kernels of the backward pass, each timed at as many points as it meets at a time."""
     import ceilings as machine
 
@@ -117,7 +121,7 @@ def training_tiles() -> Iterator[Row]:
                     traceback.print_exc()
                     continue
                 rate = DONE[kernel] * len(plan.absorbed) * POINTS / took
-                yield {"what": "tiles of training", "precision": name, "kernel": kernel, "tiles": cut,
+                yield {"precision": name, "kernel": kernel, "tiles": cut,
                        "microseconds": round(1e6 * took, 1), "TFLOP/s": round(rate / 1e12, 1)}  # fmt: skip
 
 
@@ -142,3 +146,7 @@ def _launch(kernel: str, plan: gpu.Plan, points: Tensor, mean: Tensor, lse: Tens
     shared = whole.shared_level, whole.shared_delta, whole.largest
     found = torch.empty(tokens.shape, device=tokens.device)
     return lambda: kernels.tokens(*common, *shared, found, whole.precision)
+
+
+if __name__ == "__main__":
+    on_gpu.measure("gpu_training", (steps, errors, tiles), __doc__)

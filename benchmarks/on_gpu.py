@@ -1,16 +1,21 @@
-"""What the sections of `gpu.py` share: data, times, peaks, and how to run in one precision or another."""
+"""What benchmarks on a GPU share: data, times, peaks, how to run in one precision or another, a program."""
 
+import argparse
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from record import RESULTS
 from torch import Tensor
 
 from constmem import CMANP
+from constmem.bench.record import provenance, write
 from constmem.kernels import gpu, gpu_backward
 
 DEVICE = "cuda"
@@ -82,3 +87,34 @@ def trained() -> CMANP:
 
 def ms(seconds: float) -> float:
     return float(f"{1e3 * seconds:.4g}")
+
+
+def measure(name: str, sections: Sequence[Callable[[], Iterator[Row]]], doc: str | None) -> None:
+    """A program that runs the sections asked for, all if none, and writes their rows as they come."""
+    known = {section.__name__: section for section in sections}
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("sections", nargs="*", help=f"of {', '.join(known)}; all if none")
+    parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.json")
+    parser.add_argument("--seconds", type=float, default=110.0, help="start no section after so long")
+    options = parser.parse_args()
+    unknown = set(options.sections) - known.keys()
+    if unknown:
+        parser.error(f"unknown sections: {', '.join(sorted(unknown))}")
+    about = provenance(0, "pixels of random strokes, 2 inputs, 1 output", torch.device(DEVICE))
+    begun, rows = time.perf_counter(), []
+    for section in options.sections or known:
+        here = time.perf_counter()
+        if here - begun > options.seconds:
+            print(f"-- {section}: left out, {options.seconds:.0f} s are over", flush=True)
+            continue
+        try:
+            with torch.no_grad():
+                for row in known[section]():
+                    rows.append({"section": section, **row})
+                    print(row, flush=True)
+                    write(options.out, rows, **about)
+        except Exception:
+            traceback.print_exc()
+            gpu._failures.clear()
+        print(f"-- {section}: {time.perf_counter() - here:.1f} s", flush=True)
+        torch.cuda.empty_cache()

@@ -187,12 +187,16 @@ def by_gradient(state: Any, model: CMANP) -> list[Tensor]:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize(("precision", "tolerance"), [("exact", 1e-4), ("tf32", 1e-2), ("half", 1e-2)])
-@pytest.mark.parametrize(("tasks", "masked"), [(1, False), (3, True)])
+@pytest.mark.parametrize(("tasks", "masked", "width"), [(1, False, 64), (3, True, 64), (1, True, 128)])
 def test_a_gpu_learns_from_many_points_as_float64_does(
-    precision: str, tolerance: float, tasks: int, masked: bool, monkeypatch: pytest.MonkeyPatch
+    precision: str, tolerance: float, tasks: int, masked: bool, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "precision_of", lambda _: precision)
-    model = CMANP.from_pretrained("emnist", device="cuda")
+    torch.manual_seed(0)
+    if width == 64:
+        model = CMANP.from_pretrained("emnist", device="cuda")
+    else:
+        model = CMANP(dim_x=2, dim_y=1, dim=width, depth=2, num_slots=50, num_latents=8).cuda()
     exact = copy.deepcopy(model).double()
     x = 2 * torch.rand(tasks, 40_001, 2, device="cuda") - 1
     y = torch.rand(tasks, 40_001, 1, device="cuda") - 0.5
