@@ -48,6 +48,16 @@ def surely_finite(*tensors: Tensor) -> bool:
     return isfinite(sum(sums[1:], sums[0]).item())
 
 
+def tensors(**given: object) -> None:
+    """Refuse whatever is no tensor."""
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            kind = type(value).__name__
+            raise TypeError(
+                f"{name} must be a tensor, not {kind}: torch.tensor makes one of numbers and lists"
+            )
+
+
 def points(name: str, tensor: Tensor, dim: int, like: Tensor | None = None, *, device: torch.device) -> None:
     """Refuse anything but floating (b, n, dim) on `device`, with the batch and points of `like`."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():

@@ -390,6 +390,11 @@ def test_events_that_do_not_fit_are_refused(kind: str, refuses: Refuses) -> None
             model.update(state, times, kinds)
     with refuses(TypeError, "whole"):
         model.update(state, last + 1, marks.float())
+    for wrong in ({"times": [3.0, 4.0]}, {"marks": [0, 0]}, {"mask": [True, True]}):
+        with refuses(TypeError, f"{next(iter(wrong))} must be a tensor, not list"):
+            model.update(state, **{"times": last + 1, "marks": marks} | wrong)  # type: ignore[arg-type]
+    with refuses(TypeError, "start must be a tensor, not float"):
+        model.empty(0.0)  # type: ignore[arg-type]
     holes = torch.tensor([[False, True], [True, True]])
     with refuses(ValueError, "come last"):
         model.update(state, (last + 1)[:, None].expand(2, 2), marks[:, None].expand(2, 2), mask=holes)

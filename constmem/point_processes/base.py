@@ -71,8 +71,10 @@ class PointProcess(EventModel, Generic[S]):
             last_time: when the event before was, for a part from the middle of a stream that is to be
                 merged with the parts before it.
         """
+        last_time = start if last_time is None else last_time
+        checks.tensors(start=start, last_time=last_time)
         start = start.to(self.device, torch.float64)
-        last = start.clone() if last_time is None else last_time.to(self.device, torch.float64)
+        last = last_time.to(self.device, torch.float64, copy=True)
         zero = torch.zeros_like(start, dtype=torch.int64)
         nothing = torch.full_like(zero, MarkEmbedding.NOTHING)
         memory = self._blank(len(start))

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float64, Int64, Shaped
 from torch import Tensor
 
+from constmem import checks
 from constmem.data import Events
 from constmem.point_processes.states import EventState
 
@@ -82,6 +83,8 @@ def streamed(
     chunk: int,
 ) -> Iterator[Chunk]:
     """New events of streams as chunks: (b,) one of each, (b, k) a few; refused if they do not fit."""
+    optional = {"marks": marks, "mask": mask}
+    checks.tensors(times=times, **{name: t for name, t in optional.items() if t is not None})
     marks = torch.full_like(times, 0 if num_marks == 1 else -1, dtype=torch.int64) if marks is None else marks
     if times.ndim not in (1, 2) or len(times) != len(last_time) or marks.shape != times.shape:
         raise ValueError(
