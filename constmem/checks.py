@@ -53,9 +53,7 @@ def tensors(**given: object) -> None:
     for name, value in given.items():
         if not isinstance(value, Tensor):
             kind = type(value).__name__
-            raise TypeError(
-                f"{name} must be a tensor, not {kind}: torch.tensor makes one of numbers and lists"
-            )
+            raise TypeError(f"{name} must be a tensor, not {kind}: torch.tensor makes one of it")
 
 
 def points(name: str, tensor: Tensor, dim: int, like: Tensor | None = None, *, device: torch.device) -> None:
