@@ -40,6 +40,8 @@ class Recipe:
         augment: what is done to training images: "mirror" (left and right) or "turn" (any of the eight
             symmetries of the square), each to half of them.
         jitter: of a table of one's own, noise on its inputs in training, in standard deviations.
+        start: weights to begin with: the folder of a run of such a model, or a name that comes with the
+            package; random ones if it is empty.
         model: keywords of the model's constructor.
     """
 
@@ -59,6 +61,7 @@ class Recipe:
     skew: float = 1.0
     augment: Augment = "none"
     jitter: float = 0.0
+    start: str = ""
     model: dict[str, Any] = field(default_factory=dict)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from constmem.data import EventLog, Table
 from constmem.files import write_text
+from constmem.recipes import Recipe
 
 TABLE, LOG = "table.safetensors", "events.safetensors"  # the rows or events of a run on one's own data
 
@@ -50,6 +52,7 @@ def prepare(
         if not resume:
             raise FileExistsError(f"{out} holds a run already: take another --out, or go on with --resume")
         before = json.loads(path.read_text())["run"]
+        before["recipe"] = asdict(Recipe()) | before["recipe"]  # of a version that knew fewer settings
         if others := _differing(before, json.loads(json.dumps(content))):
             told = "; ".join(others)
             raise ValueError(

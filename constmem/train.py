@@ -86,19 +86,21 @@ def train(
     model = build(run).to(where).train()
     source = open_source(run.dataset, run.recipe, data_dir=data_dir, device=where, table=table)
     source.prepare(model)
+    goes_on = resume and (out / checkpoint.FILE).exists()
+    if run.recipe.start and not goes_on:
+        _begin_with(model, run.recipe.start)
     run_folder.prepare(asdict(run), out, resume=resume, own=table, where=where)
     peak = Peak(where)
     optimiser = _optimiser(model, run.recipe, where)
     ragged = run.recipe.sampling == "ragged"  # lengths and seeds are needed here: no device is waited for
     generator = torch.Generator("cpu" if ragged else where).manual_seed(run.seed)
     step_of = _stepper(run.recipe, model, optimiser, source, generator, compiled=compiled)
-    done = 0
-    if resume and (out / checkpoint.FILE).exists():
-        done = checkpoint.load(out, model=model, optimiser=optimiser, generator=generator)
+    kept: dict[str, Any] = {"model": model, "optimiser": optimiser, "generator": generator}
+    done = checkpoint.load(out, **kept) if goes_on else 0
     log = Log(out, done, source.statement)
 
     def save(step: int) -> None:
-        checkpoint.save(out, model=model, optimiser=optimiser, generator=generator, step=step)
+        checkpoint.save(out, **kept, step=step)
         if log.best is None:
             model.save_pretrained(out)
 
@@ -133,6 +135,16 @@ def train(
             if interrupted:
                 raise StoppedError(f"stopped by a signal after step {done}; go on with --resume")
     return out
+
+
+def _begin_with(model: Model, start: str) -> None:
+    """Take on the weights, and the units, of another run of the same model."""
+    given = type(model).from_pretrained(start)
+    differ = [key for key in given.config if given.config[key] != model.config[key]]
+    if differ:
+        told = ", ".join(f"model.{key}={given.config[key]}" for key in differ)
+        raise ValueError(f"start={start} has weights for {told}: --set these too, or begin without it")
+    model.load_state_dict(given.state_dict())
 
 
 def _validate(model: Model, source: Source[Any]) -> float:

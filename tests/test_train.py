@@ -14,6 +14,7 @@ import torch
 
 from constmem import checkpoint, recipes, sources, train
 from constmem.files import read_tensors, write_tensors
+from constmem.model import KIND, VERSION
 from constmem.neural_processes import CMANP, NeuralProcess
 from constmem.neural_processes import MODELS as NEURAL_PROCESSES
 from constmem.optimiser import Muon
@@ -108,6 +109,49 @@ def test_a_run_of_other_settings_is_not_resumed(tmp_path: Path) -> None:
         ValueError, match=r"other settings \(recipe.steps is 2 there, 3 here\): resume it with those"
     ):
         train.train(small_run("steps=3"), out=tmp_path, resume=True)
+
+
+def test_a_run_begins_with_the_weights_of_another(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    train.train(small_run("steps=3"), out=first)
+    run = small_run("steps=2", f"start={first}", "lr=1e-30", "warmup=0")
+    train.train(run, out=second, stop_after=1)
+    (first / "model.safetensors").rename(first / "gone")  # which is not looked at again
+    train.train(run, out=second, resume=True)
+    begun, ended = (CMANP(**run.recipe.model) for _ in range(2))
+    for model, path in ((begun, first / "gone"), (ended, second / "model.safetensors")):
+        model.load_state_dict(read_tensors(path, kind=KIND, version=VERSION)[0])
+    for one, other in zip(begun.parameters(), ended.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("start", "changes", "message"),
+    [
+        ("first", ["model.num_slots=3"], r"weights for model\.num_slots=\d+: --set these too"),
+        ("nowhere", [], "nowhere"),
+        ("gp", [], "weights for model"),
+    ],
+)
+def test_weights_that_a_run_cannot_begin_with_leave_no_folder(
+    start: str, changes: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train.train(small_run("steps=1"), out=Path("first"))
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        train.train(small_run("steps=1", f"start={start}", *changes), out=Path("second"))
+    assert not Path("second").exists()
+
+
+def test_a_run_of_a_version_that_knew_fewer_settings_goes_on(tmp_path: Path) -> None:
+    run = small_run("steps=2")
+    train.train(run, out=tmp_path, stop_after=1)
+    path = tmp_path / "run.json"
+    content = json.loads(path.read_text())
+    del content["run"]["recipe"]["start"]
+    path.write_text(json.dumps(content))
+    train.train(run, out=tmp_path, resume=True)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 2
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(
