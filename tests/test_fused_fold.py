@@ -203,7 +203,7 @@ def test_a_gpu_learns_from_many_points_as_float64_does(
     mask = torch.rand(tasks, 40_001, device="cuda") < 0.7 if masked else None
     with mock.patch.object(gpu_backward, "part", wraps=gpu_backward.part) as part:
         found = by_gradient(model.condition(x, y, mask=mask), model)
-    assert part.call_count >= tasks
+    assert part.called == (width == 64 or precision == "half")  # others have no room for so wide tokens
     assert not gpu_backward.failures
     expected = by_gradient(exact.condition(x.double(), y.double(), mask=mask), exact)
     for one, other in zip(found, expected, strict=True):
