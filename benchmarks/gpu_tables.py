@@ -107,18 +107,22 @@ def phases() -> str:
 def training() -> str:
     """Constant-memory training by our kernels and by PyTorch's operators, and how good gradients are."""
     steps = of("steps", "gpu_training")
-    wrong = {row["precision"]: row["worst"] for row in of("errors", "gpu_training")}
+    wrong = {row["precision"]: f"{row['worst']:.1e}" for row in of("errors", "gpu_training")}
     sizes = sorted({row["points"] for row in steps})
     found = {(row["what"], row["how"], row["points"]): row for row in steps}
     lines = []
     for what, how in dict.fromkeys((row["what"], row["how"]) for row in steps):
-        at = [found[what, how, n] for n in sizes]
-        ratio = at[-1].get("times_plain_tf32")
+        at = [found.get((what, how, n)) for n in sizes]
+        ratio = at[-1] and at[-1].get("times_plain_tf32")
         lines.append([
-            what, how, *map(_ms, at), f"{ratio:.1f}x" if ratio else "",
-            f"{at[-1]['extra_bytes'] / MIB:,.0f}", f"{wrong[how]:.1e}",
+            what, how, *("" if row is None else _ms(row) for row in at), f"{ratio:.1f}x" if ratio else "",
+            "" if at[-1] is None else f"{at[-1]['extra_bytes'] / MIB:,.0f}", wrong.get(how, ""),
         ])  # fmt: skip
-    heads = "", "", *(f"ms, {n:,} points" for n in sizes), "plain tf32", "extra MiB", "worst gradient off by"
+    most = f"{max(sizes, default=0):,}"
+    heads = (
+        "", "", *(f"ms, {n:,} points" for n in sizes), f"plain tf32, {most}", f"extra MiB, {most}",
+        "worst gradient off by",
+    )  # fmt: skip
     return table(heads, lines)
 
 
