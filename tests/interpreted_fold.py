@@ -117,6 +117,36 @@ def part(*, precision: str, apart: float, away: float = 0.0) -> dict[str, float]
     }
 
 
+def near(*, precision: str) -> float:
+    """The error of the slots' gradient by values alone, of tokens a hundredth of their length apart."""
+    gpu.precision_of = lambda _: precision
+    observation = interpreted.observation(16, 2, 5, 1.0)
+    wide, points = copy.deepcopy(observation).double(), torch.randn(1, 230, 16) + 100 * torch.randn(16)
+    found = fused_fold.fused_fold(observation, None, cut(points[..., :15], points[..., 15:], None))
+    assert found is not None, gpu_backward.failures
+    expected = interpreted.exactly(lambda: wide.observe(points.double()))
+    rates = torch.randn(found.value.shape, dtype=torch.float64)
+    (mine,) = torch.autograd.grad((rates * found.value).sum(), observation.slots)
+    (theirs,) = torch.autograd.grad((rates * expected.value).sum(), wide.slots)
+    return relative(mine, theirs)
+
+
+def few_among_many() -> float:
+    """The error of what few points add to a gradient of rows, after others that are 1e9 times as many."""
+    torch.manual_seed(0)
+    rows, points = 0.5 * torch.randn(70, 16).double(), torch.randn(1, 150, 16)
+    nothing = torch.zeros(70).double(), torch.eye(16)[None].double(), torch.zeros(1, 16).double()
+    plan = gpu.plan(Absorbed(rows, *nothing), [], "exact")
+    assert plan is not None
+    mean, grad = torch.randn(2, 1, 70, 16).double()
+    whole = gpu_backward.whole(plan, mean, mean.new_full((1, 70), 20.0), grad, grad[..., 0])
+    sums = []
+    for level in (whole.level, whole.level + 30, whole.level + 30):
+        gpu_backward.part(whole._replace(level=level), points, None, rows=True, tokens=False)
+        sums.append(gpu_backward.gradient_of_rows(whole))
+    return relative(sums[2] - sums[1], sums[0] * 2.0**-30)
+
+
 def leaves_out() -> dict[str, bool]:
     """Whether what is masked out leaves no trace in any gradient, and a task of nothing else has none."""
     gpu.precision_of = lambda _: "half"
@@ -187,7 +217,7 @@ def second() -> str:
 
 
 CASES: dict[str, Callable[..., Any]] = {
-    case.__name__: case for case in (fold, part, leaves_out, model, second)
+    case.__name__: case for case in (fold, part, near, few_among_many, leaves_out, model, second)
 }
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ WIDE, BARE, NARROW = (33, 3, 31, True, True, 2), (40, 1, 16, False, False, 1), (
 FOLDS: list[tuple[tuple[Any, ...], float]] = [
     *(((*sizes, "exact"), 1e-5) for sizes in (WIDE, BARE, NARROW)),
     ((*BARE, "tf32"), 1e-5),  # which the interpreter does not round
-    *(((*sizes, "half"), 2e-3) for sizes in (WIDE, BARE, NARROW, (100, 2, 3, True, False, 1))),
+    *(((*sizes, "half"), 3e-3) for sizes in (WIDE, BARE, NARROW, (100, 2, 3, True, False, 1))),
 ]
 SHARP = {"precision": "half", "sharpness": 300.0}
 MODELS: list[dict[str, Any]] = [
@@ -40,29 +40,34 @@ PARTS: list[dict[str, Any]] = [
 ]  # 150 points of 150, and of a million; and far below a score of zero
 
 
+CASES: dict[str, list[dict[str, Any]]] = {
+    "fold": [dict(zip(NAMES, case, strict=True)) for case, _ in FOLDS],
+    "part": PARTS,
+    "model": MODELS,
+    "near": [{"precision": "half"}, {"precision": "exact"}],
+    **{name: [{}] for name in ("few_among_many", "leaves_out", "second")},
+}
+CASES["fold"].append(CASES["fold"][2] | SHARP)
+
+
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, Any]:
-    """What a program with Triton's interpreter found of all cases."""
-    folds = [dict(zip(NAMES, case, strict=True)) for case, _ in FOLDS]
-    folds.append(folds[2] | SHARP)
-    cases = [("second", {}), ("leaves_out", {}), *(("model", case) for case in MODELS)]
-    cases += [("part", case) for case in PARTS]
-    cases += [("fold", case) for case in folds]
+def interpreted() -> dict[str, list[Any]]:
+    """What a program with Triton's interpreter found of all cases, by their names."""
+    cases = [(name, settings) for name, several in CASES.items() for settings in several]
     program = Path(__file__).with_name("interpreted_fold.py")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", str(program), json.dumps(cases)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr
-    second, out, *rest = json.loads(done.stdout)
-    models, rest = rest[: len(MODELS)], rest[len(MODELS) :]
-    parts, (*states, sharp) = rest[: len(PARTS)], rest[len(PARTS) :]
-    found = {"second": second, "out": out, "models": models, "parts": parts}
-    return found | {"folds": states, "sharp": sharp}
+    results = iter(json.loads(done.stdout))
+    return {name: [next(results) for _ in several] for name, several in CASES.items()}
 
 
 @has_triton
-def test_states_and_all_gradients_of_several_chunks_agree_with_float64(interpreted: dict[str, Any]) -> None:
-    for (case, tolerance), found in zip(FOLDS, interpreted["folds"], strict=True):
+def test_states_and_all_gradients_of_several_chunks_agree_with_float64(
+    interpreted: dict[str, list[Any]],
+) -> None:
+    for (case, tolerance), found in zip(FOLDS, interpreted["fold"], strict=False):
         assert found["failures"] == [], case
         assert found["counted"], case
         assert found["value"] < tolerance, case
@@ -74,42 +79,56 @@ def test_states_and_all_gradients_of_several_chunks_agree_with_float64(interpret
 
 @has_triton
 def test_gradients_of_sharp_softmaxes_are_as_good_as_their_values_in_half_precision(
-    interpreted: dict[str, Any],
+    interpreted: dict[str, list[Any]],
 ) -> None:
-    found = interpreted["sharp"]
+    found = interpreted["fold"][-1]
     assert found["value"] < 5e-3
     assert all(error < 1e-2 for error in found["gradients"].values())
 
 
 @has_triton
-def test_a_part_of_a_million_points_has_the_gradients_of_the_formula(interpreted: dict[str, Any]) -> None:
-    for case, found in zip(PARTS, interpreted["parts"], strict=True):
+def test_a_part_of_a_million_points_has_the_gradients_of_the_formula(
+    interpreted: dict[str, list[Any]],
+) -> None:
+    for case, found in zip(PARTS, interpreted["part"], strict=True):
         tolerance = 2e-3 if case["precision"] == "half" else 3e-5
         assert all(error < tolerance for error in found.values()), (case, found)
 
 
 @has_triton
-def test_masked_points_leave_no_trace_in_gradients(interpreted: dict[str, Any]) -> None:
-    assert interpreted["out"] == {"same": True, "none": True, "finite": True, "nothing": True}
+def test_points_that_lie_close_together_have_gradients_too(interpreted: dict[str, list[Any]]) -> None:
+    half, exact = interpreted["near"]
+    assert half < 3e-2  # of scores that hardly differ
+    assert exact < 3e-3
 
 
 @has_triton
-def test_a_model_learns_by_the_kernels_what_it_would_by_operators(interpreted: dict[str, Any]) -> None:
-    for case, found in zip(MODELS, interpreted["models"], strict=True):
+def test_gradients_of_few_points_are_not_lost_among_those_of_many(interpreted: dict[str, list[Any]]) -> None:
+    assert interpreted["few_among_many"][0] < 1e-5
+
+
+@has_triton
+def test_masked_points_leave_no_trace_in_gradients(interpreted: dict[str, list[Any]]) -> None:
+    assert interpreted["leaves_out"][0] == {"same": True, "none": True, "finite": True, "nothing": True}
+
+
+@has_triton
+def test_a_model_learns_by_the_kernels_what_it_would_by_operators(interpreted: dict[str, list[Any]]) -> None:
+    for case, found in zip(MODELS, interpreted["model"], strict=True):
         assert found["failures"] == [], case
         tolerance = 1e-2 if case["precision"] == "half" else 1e-4
         assert all(error < tolerance for error in found["errors"]), case
 
 
 @has_triton
-def test_chunks_are_met_a_bounded_number_of_points_at_a_time(interpreted: dict[str, Any]) -> None:
-    for found in interpreted["models"]:
+def test_chunks_are_met_a_bounded_number_of_points_at_a_time(interpreted: dict[str, list[Any]]) -> None:
+    for found in interpreted["model"]:
         assert found["points"] == [[150, 150, 150, 80], [100, 100, 100, 100, 100, 30]]
 
 
 @has_triton
-def test_second_derivatives_are_refused_here_too(interpreted: dict[str, Any]) -> None:
-    assert "once_differentiable" in interpreted["second"]
+def test_second_derivatives_are_refused_here_too(interpreted: dict[str, list[Any]]) -> None:
+    assert "once_differentiable" in interpreted["second"][0]
 
 
 def small() -> CMANP:
