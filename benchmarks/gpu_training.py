@@ -127,8 +127,7 @@ def tiles() -> Iterator[Row]:
 
 def _plan(model: CMANP) -> gpu.Plan:
     """How the kernels meet points while this model learns."""
-    prepared = fused_fold._prepared(model.stack.observation)
-    rows = absorb(prepared.queries.flatten(0, 1), prepared.weight, prepared.shift).rows
+    rows = absorb(*model.stack.observation.prepared_exactly()).rows
     plan = fused_fold._plan(rows.detach(), model.embed.weights())
     assert plan is not None
     return plan

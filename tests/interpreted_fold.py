@@ -102,6 +102,7 @@ def part(*, precision: str, apart: float, away: float = 0.0) -> dict[str, float]
     assert plan is not None
     scores, even = h @ rows.T, (2 * torch.randn(2, 70, 1).double()).exp()
     lse, mean = scores.logsumexp(1) + apart, torch.randn(2, 70, 16).double()
+    mean -= mean.mean(-1, keepdim=True)  # as of normalised tokens
     grad_mean, grad_lse = 1e-9 * even * mean.roll(1, 0), 1e-9 * even[..., 0] * mean[..., 0]
     whole = gpu_backward.whole(plan, mean, lse, grad_mean, grad_lse)
     found = gpu_backward.part(whole, points, None, rows=True, tokens=True)
@@ -200,6 +201,49 @@ def model(*, precision: str, frozen: str = "nothing") -> dict[str, Any]:
     }
 
 
+def learning() -> tuple[MLP, Tensor, Tensor, AttentionState]:
+    """An embedding, points, a mask, and their state, which has gradients."""
+    gpu.precision_of = lambda _: "exact"
+    observation, embed = (
+        interpreted.observation(16, 2, 5, 1.0),
+        MLP(dim_in=3, dim_hidden=8, dim_out=16, depth=2),
+    )
+    points, mask = torch.randn(1, 230, 3), torch.rand(1, 230) < 0.5
+    state = fused_fold.fused_fold(observation, embed, [(points[..., :2], points[..., 2:], mask)])
+    assert state is not None, gpu_backward.failures
+    return embed, points, mask, state
+
+
+def changed() -> list[str]:
+    """What is said where a weight, the points or the mask change before the backward pass."""
+    said = []
+    for what in range(3):
+        embed, points, mask, state = learning()
+        with torch.no_grad():
+            (embed.layers[0].weight, points, mask)[what].zero_()  # type: ignore[operator]
+        said.append(error_of(state.value.sum().backward))
+    return said
+
+
+def breaks() -> dict[str, Any]:
+    """What is said where kernels fail in the backward pass: for good, or for want of memory."""
+    with mock.patch.object(gpu_backward, "failures", []) as failures:
+        *_, state = learning()
+        with mock.patch.object(gpu_backward, "part", side_effect=torch.OutOfMemoryError("no memory")):
+            starved = error_of(lambda: state.value.sum().backward(retain_graph=True)), len(failures)
+        with mock.patch.object(gpu_backward, "part", side_effect=ValueError("no such tile")):
+            broken = error_of(lambda: state.value.sum().backward(retain_graph=True)), len(failures)
+    return {"starved": starved, "broken": broken}
+
+
+def error_of(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
 def second() -> str:
     """What happens to those who ask for second derivatives."""
     gpu.precision_of = lambda _: "exact"
@@ -209,15 +253,12 @@ def second() -> str:
     )
     assert state is not None, gpu_backward.failures
     (first,) = torch.autograd.grad(state.value.sum(), [observation.slots], create_graph=True)
-    try:
-        first.sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
+    return error_of(first.sum().backward)
 
 
 CASES: dict[str, Callable[..., Any]] = {
-    case.__name__: case for case in (fold, part, near, few_among_many, leaves_out, model, second)
+    case.__name__: case
+    for case in (fold, part, near, few_among_many, leaves_out, model, changed, breaks, second)
 }
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "part": PARTS,
     "model": MODELS,
     "near": [{"precision": "half"}, {"precision": "exact"}],
-    **{name: [{}] for name in ("few_among_many", "leaves_out", "second")},
+    **{name: [{}] for name in ("few_among_many", "leaves_out", "changed", "breaks", "second")},
 }
 CASES["fold"].append(CASES["fold"][2] | SHARP)
 
@@ -127,6 +127,22 @@ def test_chunks_are_met_a_bounded_number_of_points_at_a_time(interpreted: dict[s
 
 
 @has_triton
+def test_what_changes_before_the_backward_pass_is_noticed(interpreted: dict[str, list[Any]]) -> None:
+    said = interpreted["changed"][0]
+    assert len(said) == 3
+    assert all("modified by an inplace operation" in line for line in said), said
+
+
+@has_triton
+def test_kernels_that_fail_in_a_backward_pass_say_what_to_do(interpreted: dict[str, list[Any]]) -> None:
+    (said, failures), starved = (interpreted["breaks"][0][why] for why in ("broken", "starved"))
+    assert "no such tile" in said
+    assert "repeat the step" in said
+    assert failures == 1  # so that operators serve from then on
+    assert starved == ["no memory", 0]  # which may come back
+
+
+@has_triton
 def test_second_derivatives_are_refused_here_too(interpreted: dict[str, list[Any]]) -> None:
     assert "once_differentiable" in interpreted["second"][0]
 
@@ -176,8 +192,11 @@ def test_kernels_that_fail_are_told_once_and_operators_learn_instead(
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(
     ("points", "change", "asked"),
-    [(9, "nothing", 1), (8, "nothing", 0), (9, "float64", 0), (9, "failed", 0), (9, "uneven", 0)],
-)
+    [
+        (9, "nothing", 1), (8, "nothing", 0), (9, "float64", 0), (9, "failed", 0), (9, "uneven", 0),
+        (9, "narrow", 0), (9, "inference", 0), (9, "no gradients", 0),
+    ],
+)  # fmt: skip
 def test_kernels_are_asked_where_many_plain_points_come(
     points: int, change: str, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,7 +210,13 @@ def test_kernels_are_asked_where_many_plain_points_come(
     chunks = [(x[:, :4], y[:, :4], None), (x[:, 4:], y[:, 4:], None)]
     if change == "uneven":
         chunks[1] = (x[:1, 4:], y[:1, 4:], None)
-    assert fused_fold.fused_fold(model.stack.observation, model.embed, chunks) is None
+    if change == "narrow":
+        chunks[1] = (x[:, 4:, :0], y[:, 4:], None)
+    if change == "inference":
+        with torch.inference_mode():
+            chunks[1] = (x[:, 4:].clone(), y[:, 4:], None)
+    with torch.set_grad_enabled(change != "no gradients"):
+        assert fused_fold.fused_fold(model.stack.observation, model.embed, chunks) is None
     assert state.call_count == asked
 
 

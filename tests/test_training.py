@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from constmem import CMANP
@@ -226,6 +227,30 @@ def test_data_that_changes_before_the_backward_pass_is_noticed() -> None:
     y.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_a_mask_that_changes_before_the_backward_pass_is_noticed() -> None:
+    model, (x, y, *_) = small(), task()
+    mask = torch.rand(x.shape[:2]) < 0.7
+    state = model.condition(x, y, chunk=4, mask=mask)
+    mask.logical_not_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        state.value.sum().backward()
+
+
+def test_the_backward_pass_leaves_the_module_to_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, linear, own = small(), F.linear, []
+    loss, (first, *_) = lean(model, *task()), model.embed.layers
+    weight = first.weight
+
+    def watched(*given: Tensor) -> Tensor:
+        own.append(first.weight is weight)
+        return linear(*given)
+
+    monkeypatch.setattr(F, "linear", watched)
+    loss.backward()
+    assert own
+    assert all(own)
 
 
 def test_training_steps_go_the_same_way_as_those_of_the_dense_path() -> None:
