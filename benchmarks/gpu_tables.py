@@ -27,6 +27,11 @@ def of(section: str) -> Rows:
     return [row for row in content("gpu")["rows"] if row.get("section") == section]
 
 
+def training() -> Rows:
+    """Steps of training, which are measured on their own; until they are, as they once were with the rest."""
+    return [row for row in content("gpu_training")["rows"] if row["section"] == "steps"] or of("training")
+
+
 def table(heads: tuple[str, ...], lines: list[list[str]]) -> str:
     """Markdown; nothing where there are no lines."""
     if not lines:
@@ -99,7 +104,7 @@ def phases() -> str:
         what = f"{row['what']}, {_counted(row['targets'], 'target')}" if "targets" in row else row["what"]
         lines.append([what, row["how"], _ms(row), _times(row)])
     lines += [[row["what"], row["how"], _ms(row), ""] for row in of("small")]
-    for row in of("training"):
+    for row in training():
         how = f"{row['how']}, " if "how" in row else ""
         peak = f"{how}extra peak {row['extra_bytes'] / MIB:,.0f} MiB"
         lines.append([f"{row['what']}, {row['points']:,} context points", peak, _ms(row), ""])
@@ -129,7 +134,7 @@ def summary() -> list[str]:
     ]
     lines += [
         f"| extra peak, forward and backward, context of 1e6 | {row['extra_bytes'] / 1e6:.0f} MB | |"
-        for row in of("training")
+        for row in training()
         if (row["what"], row["points"], row.get("how", "half")) == ("forward and backward", 10**6, "half")
     ]
     return [f"| *on {content('gpu')['device']}* | | |", *lines] if lines else []

@@ -28,6 +28,7 @@ from constmem.state import AttentionState
 LEAST = 2**14  # points of a task: of fewer, mean tokens are no longer small against them
 FORWARD, BACKWARD = 2**18, 2**16  # points handled at a time
 LONGEST = 2**23  # points of a chunk: its numbers are counted by 32 bits
+MOST = 2**16 - 1  # tasks: of programs, a GPU takes no more along one axis
 
 
 def fused_fold(observation: Observation, embed: MLP | None, chunks: list[Chunk]) -> AttentionState | None:
@@ -50,7 +51,7 @@ def _fits(observation: Observation, embed: MLP | None, chunks: list[Chunk]) -> b
         and all(w.dtype == torch.float32 for w in (slots, *(w for layer in layers for w in layer)))
         and all(t.device == slots.device and not t.is_inference() for t in given)
         and len({len(t) for t in given}) == 1
-        and len(given[0]) > 0
+        and 0 < len(given[0]) <= MOST
         and all(x.shape[2] + y.shape[2] == width for x, y, _ in chunks)  # kernels check no sizes
         and sum(sizes) >= LEAST
         and max(sizes) <= LONGEST

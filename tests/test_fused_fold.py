@@ -195,6 +195,7 @@ def test_kernels_that_fail_are_told_once_and_operators_learn_instead(
     [
         (9, "nothing", 1), (8, "nothing", 0), (9, "float64", 0), (9, "failed", 0), (9, "uneven", 0),
         (9, "narrow", 0), (9, "inference", 0), (9, "no gradients", 0),
+        (9, "crowded", 0),
     ],
 )  # fmt: skip
 def test_kernels_are_asked_where_many_plain_points_come(
@@ -210,6 +211,8 @@ def test_kernels_are_asked_where_many_plain_points_come(
     chunks = [(x[:, :4], y[:, :4], None), (x[:, 4:], y[:, 4:], None)]
     if change == "uneven":
         chunks[1] = (x[:1, 4:], y[:1, 4:], None)
+    if change == "crowded":
+        monkeypatch.setattr(fused_fold, "MOST", 1)
     if change == "narrow":
         chunks[1] = (x[:, 4:, :0], y[:, 4:], None)
     if change == "inference":
