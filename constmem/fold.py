@@ -6,7 +6,6 @@ computed again, and their gradients follow from the *whole* softmax, since a poi
 exp(score - lse). So the peak is that of one chunk, however many there are.
 """
 
-import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -120,7 +119,8 @@ def _with(others: dict[int, Tensor], module: nn.Module) -> nn.Module:
     It shares all else. `functional_call` would change the module itself for a while, which other threads may
     be using.
     """
-    found = copy.copy(module)
+    found: nn.Module = object.__new__(type(module))
+    found.__dict__.update(module.__dict__)
     own, inner = module._parameters.items(), module._modules.items()
     found._parameters = {name: p if p is None else others[id(p)] for name, p in own}  # type: ignore[misc]
     found._modules = {name: None if m is None else _with(others, m) for name, m in inner}

@@ -26,7 +26,7 @@ from constmem.observation import Observation
 from constmem.state import AttentionState
 
 LEAST = 2**14  # points of a task: of fewer, mean tokens are no longer small against them
-FORWARD, BACKWARD = 2**18, 2**16  # points handled at a time
+FORWARD, BACKWARD = 2**18, 2**16  # points handled at a time, where one chunk has no more
 LONGEST = 2**23  # points of a chunk: its numbers are counted by 32 bits
 MOST = 2**16 - 1  # tasks: of programs, a GPU takes no more along one axis
 
@@ -110,10 +110,11 @@ def _mean_tokens(
 def _plan(rows: Float[Tensor, "s d"], layers: list[tuple[Tensor, Tensor]]) -> gpu.Plan | None:
     """How the kernels take mean tokens: as values that are not projected."""
     precision = gpu.precision_of(torch.float32)
+    assert precision is not None  # of float32
     slots, width = rows.shape
     eye = torch.eye(width, dtype=rows.dtype, device=rows.device)
     given = Absorbed(rows, rows.new_zeros(slots), eye[None], rows.new_zeros(1, width))
-    return None if precision is None else gpu.plan(given, layers, precision)
+    return gpu.plan(given, layers, precision)
 
 
 def _groups(chunks: Iterable[Chunk], points: int) -> Iterator[list[Chunk]]:

@@ -19,7 +19,7 @@ from constmem.attention import check_heads
 from constmem.embed import MLP
 from constmem.kernels import gpu, native
 from constmem.kernels.absorption import absorb
-from constmem.preparation import Prepared, normed_slots, prepare
+from constmem.preparation import NAMES, Prepared, normed_slots, prepare
 from constmem.state import AttentionState
 from constmem.unchanged import bits_of, identities, products
 
@@ -71,7 +71,7 @@ class Observation(nn.Module):
 
     def normed_slots(self) -> Float[Tensor, "depth s d"]:
         """The slots after their normalisation."""
-        return normed_slots(self._parameters)
+        return normed_slots(self._own())
 
     def prepared(self) -> Prepared:
         """The fixed queries, scaled, and the wide projection to keys and values.
@@ -102,15 +102,17 @@ class Observation(nn.Module):
         memory = None if native.traced() else self._memory
         return memory if memory is not None and memory.prepared is prepared else None
 
+    def _own(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in NAMES}
+
     def _prepare(self) -> Prepared:
-        return prepare(self._parameters, self.num_heads)
+        return prepare(self._own(), self.num_heads)
 
     def prepared_exactly(self) -> Prepared:
         """The same in float64, where no setting has products rounded; never remembered."""
         self._memory = None if torch.is_grad_enabled() else self._memory  # as above
         with torch.autocast(self.slots.device.type, enabled=False):
-            wide = {name: p.double() for name, p in self._parameters.items() if p is not None}
-            return prepare(wide, self.num_heads)
+            return prepare({name: p.double() for name, p in self._own().items()}, self.num_heads)
 
     def observe(
         self,

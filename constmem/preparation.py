@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from math import sqrt
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+
+NAMES = "slots", "slots_scale", "slots_shift", "tokens_scale", "tokens_shift", "query", "key_value"
 
 
 class Prepared(NamedTuple):
@@ -17,8 +19,8 @@ class Prepared(NamedTuple):
     shift: Float[Tensor, " kv"]
 
 
-def prepare(own: Mapping[str, Any], heads: int) -> Prepared:
-    """A `Prepared` of parameters by their names; scale and shift of tokens are folded into the projection."""
+def prepare(own: Mapping[str, Tensor], heads: int) -> Prepared:
+    """A `Prepared` of parameters by their `NAMES`; tokens' scale and shift go into the projection."""
     scale = 1 / sqrt(own["query"].shape[-1] // heads)
     q = normed_slots(own) @ (own["query"] * scale).mT
     q = q.unflatten(-1, (heads, -1)).transpose(1, 2).contiguous()
@@ -26,8 +28,7 @@ def prepare(own: Mapping[str, Any], heads: int) -> Prepared:
     return Prepared(q, weight, (own["key_value"] @ own["tokens_shift"]).flatten())
 
 
-def normed_slots(own: Mapping[str, Any]) -> Float[Tensor, "depth s d"]:
+def normed_slots(own: Mapping[str, Tensor]) -> Float[Tensor, "depth s d"]:
     """The slots after their normalisation."""
-    slots, scale, shift = (own[name] for name in ("slots", "slots_scale", "slots_shift"))
-    found: Tensor = F.layer_norm(slots, slots.shape[-1:]) * scale + shift
-    return found
+    slots = own["slots"]
+    return F.layer_norm(slots, slots.shape[-1:]) * own["slots_scale"] + own["slots_shift"]

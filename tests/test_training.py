@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from constmem import CMANP
 from constmem.bench.literal import Literal
@@ -268,6 +269,13 @@ def test_training_steps_go_the_same_way_as_those_of_the_dense_path() -> None:
         ends.append(loss(model, *data).item())
     assert abs(ends[0] - ends[1]) < 1e-8
     assert ends[0] < lean(small(), *data).item() - 0.01
+
+
+def test_parametrised_weights_get_the_gradients() -> None:
+    model, data = small(), task()
+    parametrize.register_parametrization(model.stack.observation, "query", nn.Tanh())
+    found, expected = (gradients(model, loss(model, *data)) for loss in (lean, dense))
+    assert_gradients(found, expected, EXACT)
 
 
 def test_lent_parameters_get_the_gradients() -> None:
