@@ -73,7 +73,7 @@ def mode(name: str) -> Iterator[None]:
             torch.set_float32_matmul_precision("highest")
         try:
             yield
-            failures = gpu._failures + gpu_backward.failures
+            failures = gpu._failures + gpu_backward.failures + gpu_backward.unfit
         finally:
             torch.set_float32_matmul_precision(before)
             forget_failures()
@@ -83,8 +83,8 @@ def mode(name: str) -> Iterator[None]:
 
 def forget_failures() -> None:
     """Let kernels be tried again that failed, such as in another precision."""
-    gpu._failures.clear()
-    gpu_backward.failures.clear()
+    for failures in (gpu._failures, gpu_backward.failures, gpu_backward.unfit):
+        failures.clear()
     gpu_backward.rehearsed.cache_clear()
 
 

@@ -76,7 +76,7 @@ def fold(
     mine |= {f"points {i}": torch.cat(parts[i::2], 1) for i in (0, 1)}
     return interpreted.errors(found, expected) | {
         "gradients": {name: relative(mine[name], grad) for name, grad in theirs.items()},
-        "failures": gpu._failures + gpu_backward.failures,
+        "failures": gpu._failures + gpu_backward.failures + gpu_backward.unfit,
     }
 
 
@@ -197,8 +197,26 @@ def model(*, precision: str, frozen: str = "nothing") -> dict[str, Any]:
     return {
         "points": [[call.args[1].shape[1] for call in calls.mock_calls] for calls in (forward, backward)],
         "errors": [relative(a, b) for a, b in zip(mine, theirs, strict=True)],
-        "failures": gpu._failures + gpu_backward.failures,
+        "failures": gpu._failures + gpu_backward.failures + gpu_backward.unfit,
     }
+
+
+def no_number() -> dict[str, bool]:
+    """What a gradient that is no number leaves of others: all of its task, and nothing of another."""
+    gpu.precision_of = lambda _: "half"
+    observation, points = interpreted.observation(16, 2, 5, 1.0), torch.randn(2, 230, 16, requires_grad=True)
+    found = {}
+    for name, wrong in (("nan", float("nan")), ("inf", float("inf"))):
+        state = fused_fold.fused_fold(observation, None, [(points[..., :15], points[..., 15:], None)])
+        assert state is not None, gpu_backward.failures
+        upstream = torch.ones_like(state.value)
+        upstream[0, 0, 0, 0, 0] = wrong
+        grads = torch.autograd.grad(state.value, [points, observation.slots], upstream)
+        found[f"{name} in its task"] = not bool(grads[0][0].isfinite().any())
+        found[f"{name} in no other"] = bool(grads[0][1].isfinite().all())
+        found[f"{name} in its slot"] = not bool(grads[1][0, 0].isfinite().any())
+        found[f"{name} in no other slot"] = bool(grads[1].flatten(0, 1)[1:].isfinite().all())
+    return found
 
 
 def learning() -> tuple[MLP, Tensor, Tensor, AttentionState]:
@@ -258,7 +276,7 @@ def second() -> str:
 
 CASES: dict[str, Callable[..., Any]] = {
     case.__name__: case
-    for case in (fold, part, near, few_among_many, leaves_out, model, changed, breaks, second)
+    for case in (fold, part, near, few_among_many, leaves_out, no_number, model, changed, breaks, second)
 }
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The gradients of what a GPU observes, by kernels of our own: what they read, and whether they run.
 
-`triton_backward.py` holds the kernels and their formulas. They are rehearsed once at the sizes they are first
-wanted for, before anything depends on them; where that fails, one line in the log says so.
+`triton_backward.py` holds the kernels and their formulas. They are rehearsed once in each width and precision
+they are wanted in, before anything depends on them; where that fails, one line in the log says so.
 """
 
 import functools
@@ -18,7 +18,8 @@ from constmem.kernels import gpu
 from constmem.kernels.absorption import Absorbed
 
 NOTHING = -(2.0**99)  # a log-normaliser below this has seen nothing
-failures: list[str] = []
+failures: list[str] = []  # after the first, these kernels are not tried again
+unfit: list[str] = []  # failures of rehearsals, each of one width in one precision
 
 
 class Whole(NamedTuple):
@@ -60,7 +61,7 @@ def rehearsed(d: int, precision: str, device: torch.device) -> bool:
             part(given, points, mask, rows=True, tokens=True)
         return True
 
-    return gpu.attempt(work, failures) is not None
+    return gpu.attempt(work, unfit) is not None
 
 
 def whole(
