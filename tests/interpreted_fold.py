@@ -202,7 +202,7 @@ def model(*, precision: str, frozen: str = "nothing") -> dict[str, Any]:
 
 
 def no_number() -> dict[str, bool]:
-    """What a gradient that is no number leaves of others: all of its task, and nothing of another."""
+    """Whether a gradient that is no number shows in its task and no other; and tiny ones stay numbers."""
     gpu.precision_of = lambda _: "half"
     observation, points = interpreted.observation(16, 2, 5, 1.0), torch.randn(2, 230, 16, requires_grad=True)
     found = {}
@@ -216,7 +216,10 @@ def no_number() -> dict[str, bool]:
         found[f"{name} in no other"] = bool(grads[0][1].isfinite().all())
         found[f"{name} in its slot"] = not bool(grads[1][0, 0].isfinite().any())
         found[f"{name} in no other slot"] = bool(grads[1].flatten(0, 1)[1:].isfinite().all())
-    return found
+    state = fused_fold.fused_fold(observation, None, [(points[..., :15], points[..., 15:], None)])
+    assert state is not None, gpu_backward.failures
+    (tiny,) = torch.autograd.grad(1e-200 * state.value.sum(), points)
+    return found | {"tiny": bool(tiny.isfinite().all())}
 
 
 def learning() -> tuple[MLP, Tensor, Tensor, AttentionState]:

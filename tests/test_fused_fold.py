@@ -131,7 +131,7 @@ def test_gradients_that_are_no_numbers_are_seen_but_not_in_other_tasks(
     interpreted: dict[str, list[Any]],
 ) -> None:
     found = interpreted["no_number"][0]
-    assert len(found) == 8
+    assert len(found) == 9
     assert all(found.values()), found
 
 

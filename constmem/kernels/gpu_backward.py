@@ -78,7 +78,7 @@ def whole(
     rows, d = plan.absorbed.shape
     turn, missing = gpu.turn_of(width, mean.device), rows - slots
     reach = sqrt(width) * grad_mean.norm(dim=-1)  # no normalised token is longer than sqrt(width)
-    size = (reach + grad_lse.abs()).clamp_min(1e-300)
+    size = (reach + grad_lse.abs()).clamp_min(1e-150)  # whose square is a number
     largest = size.amax(1)
     level = torch.where(lse <= NOTHING, float("inf"), lse * log2(torch.e) - kernels.LIFT)
     levels = level, level - (size / largest[:, None]).log2()
