@@ -67,7 +67,6 @@ def tiles() -> Iterator[Row]:
                 yield {"what": "tiles", "precision": name, "tiles": cut, "milliseconds": ms(found[cut])}
             except Exception:
                 traceback.print_exc()
-                gpu._failures.clear()
         best = min(found, key=found.__getitem__)
         yield {"what": "best tiles", "precision": name, "tiles": best, "milliseconds": ms(found[best])}
 

@@ -23,8 +23,8 @@ def content(name: str) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {"rows": []}
 
 
-def of(section: str) -> Rows:
-    return [row for row in content("gpu")["rows"] if row.get("section") == section]
+def of(section: str, name: str = "gpu") -> Rows:
+    return [row for row in content(name)["rows"] if row.get("section") == section]
 
 
 def table(heads: tuple[str, ...], lines: list[list[str]]) -> str:
@@ -90,7 +90,7 @@ def condition() -> str:
 
 
 def phases() -> str:
-    """Updates, reads, queries, small batches and training."""
+    """Updates, reads, queries, small batches and steps of training on them."""
     lines = [
         [f"update by one point, {_counted(row['streams'], 'stream')}", row["how"], _ms(row), _times(row)]
         for row in of("update")
@@ -99,13 +99,31 @@ def phases() -> str:
         what = f"{row['what']}, {_counted(row['targets'], 'target')}" if "targets" in row else row["what"]
         lines.append([what, row["how"], _ms(row), _times(row)])
     lines += [[row["what"], row["how"], _ms(row), ""] for row in of("small")]
-    for row in of("training"):
-        how = f"{row['how']}, " if "how" in row else ""
-        peak = f"{how}extra peak {row['extra_bytes'] / MIB:,.0f} MiB"
-        lines.append([f"{row['what']}, {row['points']:,} context points", peak, _ms(row), ""])
     for row in content("training_step")["rows"]:
         lines.append(["training step of 100 tasks", row["what"], _ms(row), f"{row['times_faster']:g}x"])
     return table(("", "", "ms", "literal"), lines)
+
+
+def training() -> str:
+    """Constant-memory training by our kernels and by PyTorch's operators, and how good gradients are."""
+    steps = of("steps", "gpu_training")
+    wrong = {row["precision"]: f"{row['worst']:.1e}" for row in of("errors", "gpu_training")}
+    sizes = sorted({row["points"] for row in steps})
+    found = {(row["what"], row["how"], row["points"]): row for row in steps}
+    lines = []
+    for what, how in dict.fromkeys((row["what"], row["how"]) for row in steps):
+        at = [found.get((what, how, n)) for n in sizes]
+        ratio = at[-1] and at[-1].get("times_plain_tf32")
+        lines.append([
+            what, how, *("" if row is None else _ms(row) for row in at), f"{ratio:.1f}x" if ratio else "",
+            "" if at[-1] is None else f"{at[-1]['extra_bytes'] / MIB:,.0f}", wrong.get(how, ""),
+        ])  # fmt: skip
+    most = f"{max(sizes, default=0):,}"
+    heads = (
+        "", "", *(f"ms, {n:,} points" for n in sizes), f"plain tf32, {most}", f"extra MiB, {most}",
+        "worst gradient off by",
+    )  # fmt: skip
+    return table(heads, lines)
 
 
 def summary() -> list[str]:
@@ -127,11 +145,11 @@ def summary() -> list[str]:
         for row in of("read")
         if "replayed" in row["how"]
     ]
-    lines += [
-        f"| extra peak, forward and backward, context of 1e6 | {row['extra_bytes'] / 1e6:.0f} MB | |"
-        for row in of("training")
-        if (row["what"], row["points"], row.get("how", "half")) == ("forward and backward", 10**6, "half")
-    ]
+    for row in of("steps", "gpu_training"):
+        if (row["what"], row["points"], row["how"]) == ("forward and backward", 10**6, "half"):
+            fast = f"**{row['times_plain_tf32']:.1f}x** faster than by PyTorch's operators, {_ms(row)} ms"
+            peak = f"{row['extra_bytes'] / 1e6:.0f} MB at most"
+            lines.append(f"| forward and backward, context of 1e6 | {fast}, {peak} | |")
     return [f"| *on {content('gpu')['device']}* | | |", *lines] if lines else []
 
 
@@ -176,5 +194,5 @@ def _times(row: dict[str, Any]) -> str:
 
 TABLES = {
     "rounding": rounding, "gpu errors": errors, "gpu ceilings": ceilings, "gpu conditioning": condition,
-    "gpu phases": phases, "whole layers": whole_layers, "bench": bench,
+    "gpu phases": phases, "gpu training": training, "whole layers": whole_layers, "bench": bench,
 }  # fmt: skip

@@ -16,9 +16,11 @@ from on_gpu import MODES, Row, extra, mode, ms, seconds
 from torch import Tensor
 
 from constmem import CMANP, fused_fold
+from constmem.bench.literal import Literal
 from constmem.kernels import gpu, gpu_backward
 from constmem.kernels.absorption import absorb
 
+PLAIN = ("plain bf16", "plain tf32", "plain float32")
 POINTS = 2**16  # of which the backward pass takes gradients at a time
 DONE = {"rows": 3 * 2 * 64, "tokens": 4 * 2 * 64}  # operations of a row and a token
 CANDIDATES = {
@@ -34,10 +36,11 @@ CANDIDATES = {
 
 
 def steps() -> Iterator[Row]:
-    """Constant-memory training at up to 1e6 context points: a step, and what observes in it, by its peaks."""
+    """Training at up to 1e6 context points: a step, and what observes in it, with its peaks."""
     torch.manual_seed(0)
     model = CMANP(dim_x=2, dim_y=1).to(on_gpu.DEVICE)
-    for n in (10**4, 10**5, 10**6):
+    literal = Literal(model, None)
+    for n in (2 * 10**4, 10**5, 10**6):  # of fewer, operators serve in any case
         x, y = on_gpu.strokes(n)
 
         def step(x=x, y=y) -> None:
@@ -49,27 +52,33 @@ def steps() -> Iterator[Row]:
             state = model.condition(x, y)
             (state.value.sum() + state.lse.sum()).backward()
 
-        for what, work in (("forward and backward", step), ("condition, forward and backward", observing)):
-            yield from _trained(what, n, work)
+        def literally(x=x, y=y) -> None:
+            model.zero_grad()
+            literal.loss(x, y, x[:, :100], y[:, :100]).backward()
+
+        ours = dict.fromkeys(PLAIN + MODES, step)
+        yield from _trained("forward and backward", n, {"literal": literally} | ours)
+        yield from _trained("condition, forward and backward", n, dict.fromkeys(PLAIN + MODES, observing))
 
 
-def _trained(what: str, n: int, work: Callable[[], None]) -> Iterator[Row]:
-    """Side by side: PyTorch's operators, and our kernels as they serve in each precision."""
-    plain: dict[str, float] = {}
-    for name in ("plain bf16", "plain tf32", "plain float32", *MODES):
+def _trained(what: str, n: int, works: dict[str, Callable[[], None]]) -> Iterator[Row]:
+    """Side by side: the paper's algorithm, PyTorch's operators, and our kernels in each precision."""
+    before: dict[str, float] = {}
+    for name, work in works.items():
         try:
-            with torch.enable_grad(), mode(name):
+            with torch.enable_grad(), mode("plain float32" if name == "literal" else name):
                 if name in ("half", "tf32"):  # layers, too, as with these products asked for
                     torch.set_float32_matmul_precision("high")
                 took, peak = seconds(work, rounds=3, warm=2), extra(work)
         except Exception:
             traceback.print_exc()
             continue
-        if name.startswith("plain"):
-            plain[name.split()[1]] = took
-        ratios = {f"times_plain_{kind}": round(before / took, 2) for kind, before in plain.items()}
-        yield {"what": what, "points": n, "how": name, "milliseconds": ms(took), "extra_bytes": peak,
-               **({} if name.startswith("plain") else ratios)}  # fmt: skip
+        row = {"what": what, "points": n, "how": name, "milliseconds": ms(took), "extra_bytes": peak}
+        if name in MODES:
+            row |= {f"times_{other.replace(' ', '_')}": round(t / took, 2) for other, t in before.items()}
+        else:
+            before[name] = took
+        yield row
 
 
 def errors() -> Iterator[Row]:
@@ -79,7 +88,7 @@ def errors() -> Iterator[Row]:
     x, y = on_gpu.strokes(100_000)
     with torch.enable_grad():
         reference = _gradients(exact, x.double(), y.double())
-        for name in ("plain bf16", "plain tf32", "plain float32", *MODES):
+        for name in PLAIN + MODES:
             with mode(name):
                 found = _gradients(model, x, y)
             errors = [
@@ -91,11 +100,11 @@ def errors() -> Iterator[Row]:
 
 
 def _gradients(model: CMANP, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-    state = model.condition(x, y)
+    """By values alone, which is all that is read of a state: gradients by lse are larger, and better."""
+    value = model.condition(x, y).value
     random = torch.Generator(on_gpu.DEVICE).manual_seed(0)
-    rates = torch.randn(state.value.shape, generator=random, dtype=torch.float64, device=on_gpu.DEVICE)
-    loss = (rates * state.value).sum() + (rates[..., 0] * state.lse).sum()
-    return torch.autograd.grad(loss, model.observing_parameters())
+    rates = torch.randn(value.shape, generator=random, dtype=torch.float64, device=on_gpu.DEVICE)
+    return torch.autograd.grad((rates * value).sum(), model.observing_parameters())
 
 
 def tiles() -> Iterator[Row]:
@@ -127,8 +136,7 @@ def tiles() -> Iterator[Row]:
 
 def _plan(model: CMANP) -> gpu.Plan:
     """How the kernels meet points while this model learns."""
-    prepared = fused_fold._prepared(model.stack.observation)
-    rows = absorb(prepared.queries.flatten(0, 1), prepared.weight, prepared.shift).rows
+    rows = absorb(*model.stack.observation.prepared_exactly()).rows
     plan = fused_fold._plan(rows.detach(), model.embed.weights())
     assert plan is not None
     return plan

@@ -73,12 +73,19 @@ def mode(name: str) -> Iterator[None]:
             torch.set_float32_matmul_precision("highest")
         try:
             yield
+            failures = gpu._failures + gpu_backward.failures + gpu_backward.unfit
         finally:
             torch.set_float32_matmul_precision(before)
-    failures = [*gpu._failures, *([] if name.startswith("plain") else gpu_backward.failures)]
-    gpu._failures.clear()
+            forget_failures()
     if failures:
         raise RuntimeError(f"the kernels failed: {failures[-1]}")
+
+
+def forget_failures() -> None:
+    """Let kernels be tried again that failed, such as in another precision."""
+    for failures in (gpu._failures, gpu_backward.failures, gpu_backward.unfit):
+        failures.clear()
+    gpu_backward.rehearsed.cache_clear()
 
 
 def trained() -> CMANP:
@@ -115,6 +122,6 @@ def measure(name: str, sections: Sequence[Callable[[], Iterator[Row]]], doc: str
                     write(options.out, rows, **about)
         except Exception:
             traceback.print_exc()
-            gpu._failures.clear()
+            forget_failures()
         print(f"-- {section}: {time.perf_counter() - here:.1f} s", flush=True)
         torch.cuda.empty_cache()

@@ -1,5 +1,6 @@
 """From data to tokens: multi-layer perceptrons on points; times, gaps and marks of events as vectors."""
 
+from collections.abc import Iterable
 from math import pi
 
 import torch
@@ -25,15 +26,22 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
-        in_place = not torch.is_grad_enabled()  # what is needed no more is written over: a sixth faster
-        for i, (weight, bias) in enumerate(self.weights()):
-            x = F.linear(x if i == 0 else F.relu(x, inplace=in_place), weight, bias)
-        return x
+        return perceptron(x, self.weights())
 
     def weights(self) -> list[tuple[Float[Tensor, "o i"], Float[Tensor, " o"]]]:
         """Every layer's weight and bias, past the modules' calls and look-ups: small updates feel those."""
         parameters = [layer._parameters for layer in self.layers]
         return [(p["weight"], p["bias"]) for p in parameters]  # type: ignore[misc]
+
+
+def perceptron(
+    x: Float[Tensor, "*b i"], layers: Iterable[tuple[Float[Tensor, "o i"], Float[Tensor, " o"]]]
+) -> Float[Tensor, "*b o"]:
+    """Linear layers, each a weight and a bias, with ReLU between them."""
+    in_place = not torch.is_grad_enabled()  # what is needed no more is written over: a sixth faster
+    for i, (weight, bias) in enumerate(layers):
+        x = F.linear(x if i == 0 else F.relu(x, inplace=in_place), weight, bias)
+    return x
 
 
 def sinusoids(times: Float[Tensor, "*b"], dim: int) -> Float[Tensor, "*b d"]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from constmem import kernels
 from constmem.algebra import bias_of
@@ -77,9 +76,9 @@ class _Fold(torch.autograd.Function):
         chunks = zip(points[::2], points[1::2], masks, strict=True)
         state = _stream(project, q, chunks)
         device = state.value.device.type
-        ctx.project, ctx.names, ctx.masks = project, names, masks
+        ctx.project, ctx.names = project, names
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        ctx.save_for_backward(state.value, state.lse, q, *tensors)
+        ctx.save_for_backward(state.value, state.lse, q, *tensors, *masks)
         ctx.mark_non_differentiable(state.count)
         ctx.set_materialize_grads(False)
         return state.value, state.lse, state.count
@@ -87,21 +86,23 @@ class _Fold(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_value: Tensor | None, grad_lse: Tensor | None, _: None) -> Any:
-        value, lse, q, *tensors = ctx.saved_tensors
+        value, lse, q, *saved = ctx.saved_tensors
+        tensors = saved[: len(ctx.needs_input_grad) - 4]
         grad_value = torch.zeros_like(value) if grad_value is None else grad_value
         leaves = [
             t.detach().requires_grad_(needed)
             for t, needed in zip(tensors, ctx.needs_input_grad[4:], strict=True)
         ]
         parameters = dict(zip(ctx.names, leaves, strict=False))
+        project = _with({id(p): parameters[name] for name, p in ctx.project.named_parameters()}, ctx.project)
         points = leaves[len(ctx.names) :]
         whole = value, lse, grad_value, grad_lse
         grads: dict[int, Tensor] = {}
         grad_q = torch.zeros_like(q)
         device, dtype, enabled = ctx.autocast
-        for x, y, mask in zip(points[::2], points[1::2], ctx.masks, strict=True):
+        for x, y, mask in zip(points[::2], points[1::2], saved[len(tensors) :], strict=True):
             with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled):
-                k, v = functional_call(ctx.project, parameters, (x, y))
+                k, v = project(x, y)
             grad_part, *upstream = _part_backward(q, k.detach(), v.detach(), mask, *whole)
             grad_q += grad_part
             if not k.requires_grad or k.shape[-2] == 0:
@@ -110,6 +111,20 @@ class _Fold(torch.autograd.Function):
             found = torch.autograd.grad((k, v), wanted, upstream, allow_unused=True)
             accumulate(grads, zip(wanted, found, strict=True))
         return None, None, None, grad_q, *(grads.get(id(leaf)) for leaf in leaves)
+
+
+def _with(others: dict[int, Tensor], module: nn.Module) -> nn.Module:
+    """A module like this with other parameters in place of its own, by their identities.
+
+    It shares all else. `functional_call` would change the module itself for a while, which other threads may
+    be using.
+    """
+    found: nn.Module = object.__new__(type(module))
+    found.__dict__.update(module.__dict__)
+    own, inner = module._parameters.items(), module._modules.items()
+    found._parameters = {name: p if p is None else others[id(p)] for name, p in own}  # type: ignore[misc]
+    found._modules = {name: None if m is None else _with(others, m) for name, m in inner}
+    return found
 
 
 def _part_backward(

@@ -9,26 +9,26 @@ Rows before and values Wv m + bv behind are small, and plain autograd's. Forward
 their tokens are computed again and their gradients follow from the whole softmax, as in `fold`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
 from constmem.algebra import bias_of, settle
-from constmem.embed import MLP
+from constmem.embed import MLP, perceptron
 from constmem.fold import Chunk, accumulate, joined
 from constmem.kernels import gpu, gpu_backward
 from constmem.kernels.absorption import Absorbed, absorb
-from constmem.observation import Observation, Prepared
+from constmem.observation import Observation
 from constmem.state import AttentionState
 
 LEAST = 2**14  # points of a task: of fewer, mean tokens are no longer small against them
-FORWARD, BACKWARD = 2**18, 2**16  # points handled at a time
+FORWARD, BACKWARD = 2**18, 2**16  # points handled at a time, where one chunk has no more
 LONGEST = 2**23  # points of a chunk: its numbers are counted by 32 bits
+MOST = 2**16 - 1  # tasks: of programs, a GPU takes no more along one axis
 
 
 def fused_fold(observation: Observation, embed: MLP | None, chunks: list[Chunk]) -> AttentionState | None:
@@ -39,27 +39,30 @@ def fused_fold(observation: Observation, embed: MLP | None, chunks: list[Chunk])
 
 
 def _fits(observation: Observation, embed: MLP | None, chunks: list[Chunk]) -> bool:
-    """Whether these are many plain float32 points on a GPU whose kernels run."""
-    slots = observation.slots
-    weights = [slots, *([] if embed is None else embed.parameters())]
+    """Whether these are many plain points to learn from, and float32 weights, on a GPU whose kernels run."""
+    slots, layers = observation.slots, [] if embed is None else embed.weights()
+    width = layers[0][0].shape[1] if layers else observation.dim
     sizes = [x.shape[1] for x, *_ in chunks]
+    given = [t for chunk in chunks for t in chunk if t is not None]
     return (
-        gpu.usable(slots.device)
+        torch.is_grad_enabled()
+        and gpu.usable(slots.device)
         and not gpu_backward.failures
-        and all(w.dtype == torch.float32 for w in weights)
-        and all(t.device == slots.device for chunk in chunks for t in chunk if t is not None)
-        and len({len(x) for x, *_ in chunks}) == 1
-        and len(chunks[0][0]) > 0
+        and all(w.dtype == torch.float32 for w in (slots, *(w for layer in layers for w in layer)))
+        and all(t.device == slots.device and not t.is_inference() for t in given)
+        and len({len(t) for t in given}) == 1
+        and 0 < len(given[0]) <= MOST
+        and all(x.shape[2] + y.shape[2] == width for x, y, _ in chunks)  # kernels check no sizes
         and sum(sizes) >= LEAST
         and max(sizes) <= LONGEST
     )
 
 
 def _state(observation: Observation, embed: MLP | None, chunks: list[Chunk]) -> AttentionState | None:
-    prepared = _prepared(observation)
+    prepared = observation.prepared_exactly()
     queries = prepared.queries.flatten(0, 1)  # (h, s, c), of all blocks
     absorbed = absorb(queries, prepared.weight, prepared.shift)
-    found = _mean_tokens(absorbed.rows, _Tokens(observation.dim, embed), chunks)
+    found = _mean_tokens(absorbed.rows, [] if embed is None else embed.weights(), chunks)
     if found is None:
         return None
     mean, lse = found
@@ -77,53 +80,29 @@ def _counted(chunks: list[Chunk]) -> Int[Tensor, " b"]:
     return sum((mask.sum(-1) for *_, mask in chunks if mask is not None), count)
 
 
-class _Preparation(nn.Module):
-    """What an `Observation` computes from its parameters alone, whichever those are."""
-
-    def __init__(self, observation: Observation) -> None:
-        super().__init__()
-        self.observation = observation
-
-    def forward(self) -> Prepared:
-        return self.observation.prepared()
-
-
-def _prepared(observation: Observation) -> Prepared:
-    """The queries and the projection in float64, which no setting rounds; differentiable."""
-    wide = {f"observation.{name}": p.double() for name, p in observation.named_parameters()}
-    found: Prepared = functional_call(_Preparation(observation), wide, ())
-    return found
-
-
-class _Tokens(nn.Module):
-    """From points to normalised tokens."""
-
-    def __init__(self, dim: int, embed: MLP | None) -> None:
-        super().__init__()
-        self.dim, self.embed = dim, embed
-
-    def forward(self, points: Float[Tensor, "b n i"]) -> Float[Tensor, "b n d"]:
-        return F.layer_norm(points if self.embed is None else self.embed(points), (self.dim,))
-
-
 def _points(chunks: list[Chunk]) -> tuple[Float[Tensor, "b n i"], Tensor | None]:
     """Chunks one behind the other as points, and their mask."""
     x, y, mask = joined(*chunks)
     return torch.cat([x, y], -1).float(), mask
 
 
+def _tokens(points: Float[Tensor, "b n i"], weights: Sequence[Tensor], width: int) -> Float[Tensor, "b n d"]:
+    """Points as normalised tokens, by an embedding of weights and biases in turns."""
+    layers = zip(weights[::2], weights[1::2], strict=True)
+    return F.layer_norm(perceptron(points, layers), (width,))
+
+
 def _mean_tokens(
-    rows: Float[Tensor, "s d"], tokens: _Tokens, chunks: list[Chunk]
+    rows: Float[Tensor, "s d"], layers: list[tuple[Tensor, Tensor]], chunks: list[Chunk]
 ) -> tuple[Float[Tensor, "b s d"], Float[Tensor, "b s"]] | None:
     """Mean tokens and lse in float64; None of what is too wide for the kernels."""
-    plan = _plan(rows.detach(), [] if tokens.embed is None else tokens.embed.weights())
+    plan = _plan(rows.detach(), layers)
     if plan is None or not gpu_backward.rehearsed(plan.absorbed.shape[1], plan.precision, rows.device):
         return None
-    parameters = dict(tokens.named_parameters())
-    points = [t for x, y, _ in chunks for t in (x, y)]
+    weights = (t for layer in layers for t in layer)
+    points = (t for x, y, _ in chunks for t in (x, y))
     masks = [mask for *_, mask in chunks]
-    inputs = tuple(parameters), masks, rows, *parameters.values(), *points
-    mean, lse = _MeanTokens.apply(tokens, plan, *inputs)  # type: ignore[no-untyped-call]
+    mean, lse = _MeanTokens.apply(plan, masks, rows, *weights, *points)  # type: ignore[no-untyped-call]
     return mean, lse
 
 
@@ -131,10 +110,11 @@ def _mean_tokens(
 def _plan(rows: Float[Tensor, "s d"], layers: list[tuple[Tensor, Tensor]]) -> gpu.Plan | None:
     """How the kernels take mean tokens: as values that are not projected."""
     precision = gpu.precision_of(torch.float32)
+    assert precision is not None  # of float32
     slots, width = rows.shape
     eye = torch.eye(width, dtype=rows.dtype, device=rows.device)
     given = Absorbed(rows, rows.new_zeros(slots), eye[None], rows.new_zeros(1, width))
-    return None if precision is None else gpu.plan(given, layers, precision)
+    return gpu.plan(given, layers, precision)
 
 
 def _groups(chunks: Iterable[Chunk], points: int) -> Iterator[list[Chunk]]:
@@ -159,59 +139,75 @@ class _MeanTokens(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        tokens: _Tokens,
         plan: gpu.Plan,
-        names: tuple[str, ...],
         masks: list[Tensor | None],
         rows: Tensor,  # noqa: ARG004 (the plan has them)
         *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        points = tensors[len(names) :]
+        _, chunks = _divided(tensors, masks)
         state: tuple[Tensor, Tensor] | None = None
-        for group in _groups(zip(points[::2], points[1::2], masks, strict=True), FORWARD):
+        for group in _groups(chunks, FORWARD):
             given, mask = _points(group)
             part = gpu.observe(plan, given, bias_of(mask, None, torch.float32))
             state = part if state is None else gpu.merge(*state, *part)
         assert state is not None  # there are points
         mean, lse = state[0][:, 0], state[1][:, 0]  # of one head, as it were
-        ctx.tokens, ctx.plan, ctx.names, ctx.masks = tokens, plan, names, masks
-        ctx.save_for_backward(mean, lse, *tensors)
+        ctx.plan = plan
+        ctx.save_for_backward(mean, lse, *tensors, *masks)
         ctx.set_materialize_grads(False)
         return mean, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_mean: Tensor | None, grad_lse: Tensor | None) -> Any:
-        mean, lse, *tensors = ctx.saved_tensors
+        mean, lse, *saved = ctx.saved_tensors
         grad_mean = torch.zeros_like(mean) if grad_mean is None else grad_mean
         grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
-        whole = gpu_backward.whole(ctx.plan, mean, lse, grad_mean, grad_lse)
-        rows, needed = ctx.needs_input_grad[4], ctx.needs_input_grad[5:]
-        leaves = [t.detach().requires_grad_(need) for t, need in zip(tensors, needed, strict=True)]
-        parameters = dict(zip(ctx.names, leaves, strict=False))
-        points = leaves[len(ctx.names) :]
-        grads: dict[int, Tensor] = {}
-        with torch.autocast(mean.device.type, enabled=False):
-            for group in _groups(zip(points[::2], points[1::2], ctx.masks, strict=True), BACKWARD):
-                found = _part_backward(whole, ctx.tokens, parameters, group, rows=rows)
-                accumulate(grads, found)
-        grad_rows = gpu_backward.gradient_of_rows(whole) if rows else None
-        return None, None, None, None, grad_rows, *(grads.get(id(leaf)) for leaf in leaves)
+        rows, needed = ctx.needs_input_grad[2], ctx.needs_input_grad[3:]
+        leaves = [t.detach().requires_grad_(need) for t, need in zip(saved, needed, strict=False)]
+
+        def work() -> list[Tensor | None]:
+            whole = gpu_backward.whole(ctx.plan, mean, lse, grad_mean, grad_lse)
+            with torch.autocast(mean.device.type, enabled=False):
+                return _gradients(whole, leaves, saved[len(leaves) :], rows=rows)
+
+        found = gpu.attempt(work, gpu_backward.failures)
+        if found is None:
+            raise RuntimeError(
+                f"kernels of our own failed in a backward pass: {gpu_backward.failures[-1]}; they are not "
+                "tried again: repeat the step, and PyTorch's operators serve"
+            )
+        return None, None, *found
+
+
+def _divided(
+    tensors: Sequence[Tensor], masks: Sequence[Tensor | None]
+) -> tuple[Sequence[Tensor], Iterator[Chunk]]:
+    """The weights of an embedding, and chunks, of tensors one behind the other."""
+    count = len(tensors) - 2 * len(masks)
+    return tensors[:count], zip(tensors[count::2], tensors[count + 1 :: 2], masks, strict=True)
+
+
+def _gradients(
+    whole: gpu_backward.Whole, leaves: list[Tensor], masks: Sequence[Tensor | None], *, rows: bool
+) -> list[Tensor | None]:
+    """Those of rows, where they are wanted, and of the leaves that are."""
+    weights, chunks = _divided(leaves, masks)
+    grads: dict[int, Tensor] = {}
+    for group in _groups(chunks, BACKWARD):
+        accumulate(grads, _part_backward(whole, weights, group, rows=rows))
+    grad_rows = gpu_backward.gradient_of_rows(whole) if rows else None
+    return [grad_rows, *(grads.get(id(leaf)) for leaf in leaves)]
 
 
 def _part_backward(
-    whole: gpu_backward.Whole,
-    tokens: _Tokens,
-    parameters: dict[str, Tensor],
-    group: list[Chunk],
-    *,
-    rows: bool,
+    whole: gpu_backward.Whole, weights: Sequence[Tensor], group: list[Chunk], *, rows: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Gradients of the leaves some chunks depend on, as a part of the whole softmax."""
-    leaves = *parameters.values(), *(t for x, y, _ in group for t in (x, y))
+    leaves = *weights, *(t for x, y, _ in group for t in (x, y))
     wanted = [t for t in leaves if t.requires_grad]
     with torch.enable_grad():
         points, mask = _points(group)
-        h = [functional_call(tokens, parameters, (points,))] if wanted else []
+        h = [_tokens(points, weights, whole.plan.width)] if wanted else []
     grad = gpu_backward.part(whole, points.detach(), mask, rows=rows, tokens=bool(wanted))
     return zip(wanted, torch.autograd.grad(h, wanted, [grad]) if wanted else (), strict=True)

@@ -5,7 +5,6 @@ they stay the same; where there is machine code for it, or a kernel for the GPU,
 embedding, normalisation, projection and softmax without a tensor of their size ever being written.
 """
 
-import copy
 from collections.abc import Callable
 from math import sqrt
 from typing import Any, NamedTuple
@@ -20,18 +19,11 @@ from constmem.attention import check_heads
 from constmem.embed import MLP
 from constmem.kernels import gpu, native
 from constmem.kernels.absorption import absorb
+from constmem.preparation import NAMES, Prepared, normed_slots, prepare
 from constmem.state import AttentionState
 from constmem.unchanged import bits_of, identities, products
 
 UNKNOWN: Any = object()  # of a plan: not made yet, or cleared by another thread
-
-
-class Prepared(NamedTuple):
-    """What an `Observation` computes from its parameters alone, before it meets any data."""
-
-    queries: Float[Tensor, "depth h s c"]
-    weight: Float[Tensor, "kv d"]
-    shift: Float[Tensor, " kv"]
 
 
 class _Memory(NamedTuple):
@@ -79,7 +71,7 @@ class Observation(nn.Module):
 
     def normed_slots(self) -> Float[Tensor, "depth s d"]:
         """The slots after their normalisation."""
-        return F.layer_norm(self.slots, (self.dim,)) * self.slots_scale + self.slots_shift
+        return normed_slots(self._own())
 
     def prepared(self) -> Prepared:
         """The fixed queries, scaled, and the wide projection to keys and values.
@@ -110,12 +102,17 @@ class Observation(nn.Module):
         memory = None if native.traced() else self._memory
         return memory if memory is not None and memory.prepared is prepared else None
 
+    def _own(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in NAMES}
+
     def _prepare(self) -> Prepared:
-        scale = 1 / sqrt(self.dim // self.num_heads)
-        q = self.normed_slots() @ (self.query * scale).mT
-        q = q.unflatten(-1, (self.num_heads, -1)).transpose(1, 2).contiguous()
-        weight = (self.key_value * self.tokens_scale).flatten(0, 2)
-        return Prepared(q, weight, (self.key_value @ self.tokens_shift).flatten())
+        return prepare(self._own(), self.num_heads)
+
+    def prepared_exactly(self) -> Prepared:
+        """The same in float64, where no setting has products rounded; never remembered."""
+        self._memory = None if torch.is_grad_enabled() else self._memory  # as above
+        with torch.autocast(self.slots.device.type, enabled=False):
+            return prepare({name: p.double() for name, p in self._own().items()}, self.num_heads)
 
     def observe(
         self,
@@ -236,7 +233,7 @@ class Observation(nn.Module):
         key = precision, *identities(t for layer in layers for t in layer)
         plan: gpu.Plan | None = memory.plans.get(key, UNKNOWN)
         if plan is UNKNOWN:
-            plan = gpu.plan(absorb(*self._prepare_exactly()), layers, precision)
+            plan = gpu.plan(absorb(*self.prepared_exactly()), layers, precision)
             memory.plans.clear()
             memory.plans[key] = plan
         return plan
@@ -249,17 +246,11 @@ class Observation(nn.Module):
         plan: native.Plan | None = memory.plans.get(key, UNKNOWN)
         if plan is UNKNOWN:
             known = all(native.reads(t) for t in (self.slots, *(t for layer in layers for t in layer)))
-            exact = (t.float() for t in self._prepare_exactly()) if known else ()
+            exact = (t.float() for t in self.prepared_exactly()) if known else ()
             plan = native.Plan(native.pack(*exact), layers) if known else None
             memory.plans.clear()
             memory.plans[key] = plan
         return plan
-
-    def _prepare_exactly(self) -> Prepared:
-        """The same in float64, heads of all blocks in a row: no setting has products rounded there."""
-        with torch.autocast(self.slots.device.type, enabled=False):
-            prepared = copy.deepcopy(self).double()._prepare()
-        return prepared._replace(queries=prepared.queries.flatten(0, 1))
 
     def _single(self, out: Float[Tensor, "b sv"]) -> tuple[Tensor, Tensor]:
         """The softmax over one token is one: its scores are the lse, its values every slot's value."""

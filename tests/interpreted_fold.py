@@ -76,7 +76,7 @@ def fold(
     mine |= {f"points {i}": torch.cat(parts[i::2], 1) for i in (0, 1)}
     return interpreted.errors(found, expected) | {
         "gradients": {name: relative(mine[name], grad) for name, grad in theirs.items()},
-        "failures": gpu._failures + gpu_backward.failures,
+        "failures": gpu._failures + gpu_backward.failures + gpu_backward.unfit,
     }
 
 
@@ -102,6 +102,7 @@ def part(*, precision: str, apart: float, away: float = 0.0) -> dict[str, float]
     assert plan is not None
     scores, even = h @ rows.T, (2 * torch.randn(2, 70, 1).double()).exp()
     lse, mean = scores.logsumexp(1) + apart, torch.randn(2, 70, 16).double()
+    mean -= mean.mean(-1, keepdim=True)  # as of normalised tokens
     grad_mean, grad_lse = 1e-9 * even * mean.roll(1, 0), 1e-9 * even[..., 0] * mean[..., 0]
     whole = gpu_backward.whole(plan, mean, lse, grad_mean, grad_lse)
     found = gpu_backward.part(whole, points, None, rows=True, tokens=True)
@@ -115,6 +116,36 @@ def part(*, precision: str, apart: float, away: float = 0.0) -> dict[str, float]
         "rows": relative(gpu_backward.gradient_of_rows(whole), by_rows),
         "tokens": relative(found, tokens),
     }
+
+
+def near(*, precision: str) -> float:
+    """The error of the slots' gradient by values alone, of tokens a hundredth of their length apart."""
+    gpu.precision_of = lambda _: precision
+    observation = interpreted.observation(16, 2, 5, 1.0)
+    wide, points = copy.deepcopy(observation).double(), torch.randn(1, 230, 16) + 100 * torch.randn(16)
+    found = fused_fold.fused_fold(observation, None, cut(points[..., :15], points[..., 15:], None))
+    assert found is not None, gpu_backward.failures
+    expected = interpreted.exactly(lambda: wide.observe(points.double()))
+    rates = torch.randn(found.value.shape, dtype=torch.float64)
+    (mine,) = torch.autograd.grad((rates * found.value).sum(), observation.slots)
+    (theirs,) = torch.autograd.grad((rates * expected.value).sum(), wide.slots)
+    return relative(mine, theirs)
+
+
+def few_among_many() -> float:
+    """The error of what few points add to a gradient of rows, after others that are 1e9 times as many."""
+    torch.manual_seed(0)
+    rows, points = 0.5 * torch.randn(70, 16).double(), torch.randn(1, 150, 16)
+    nothing = torch.zeros(70).double(), torch.eye(16)[None].double(), torch.zeros(1, 16).double()
+    plan = gpu.plan(Absorbed(rows, *nothing), [], "exact")
+    assert plan is not None
+    mean, grad = torch.randn(2, 1, 70, 16).double()
+    whole = gpu_backward.whole(plan, mean, mean.new_full((1, 70), 20.0), grad, grad[..., 0])
+    sums = []
+    for level in (whole.level, whole.level + 30, whole.level + 30):
+        gpu_backward.part(whole._replace(level=level), points, None, rows=True, tokens=False)
+        sums.append(gpu_backward.gradient_of_rows(whole))
+    return relative(sums[2] - sums[1], sums[0] * 2.0**-30)
 
 
 def leaves_out() -> dict[str, bool]:
@@ -166,8 +197,72 @@ def model(*, precision: str, frozen: str = "nothing") -> dict[str, Any]:
     return {
         "points": [[call.args[1].shape[1] for call in calls.mock_calls] for calls in (forward, backward)],
         "errors": [relative(a, b) for a, b in zip(mine, theirs, strict=True)],
-        "failures": gpu._failures + gpu_backward.failures,
+        "failures": gpu._failures + gpu_backward.failures + gpu_backward.unfit,
     }
+
+
+def no_number() -> dict[str, bool]:
+    """Whether a gradient that is no number shows in its task and no other; and tiny ones stay numbers."""
+    gpu.precision_of = lambda _: "half"
+    observation, points = interpreted.observation(16, 2, 5, 1.0), torch.randn(2, 230, 16, requires_grad=True)
+    found = {}
+    for name, wrong in (("nan", float("nan")), ("inf", float("inf"))):
+        state = fused_fold.fused_fold(observation, None, [(points[..., :15], points[..., 15:], None)])
+        assert state is not None, gpu_backward.failures
+        upstream = torch.ones_like(state.value)
+        upstream[0, 0, 0, 0, 0] = wrong
+        grads = torch.autograd.grad(state.value, [points, observation.slots], upstream)
+        found[f"{name} in its task"] = not bool(grads[0][0].isfinite().any())
+        found[f"{name} in no other"] = bool(grads[0][1].isfinite().all())
+        found[f"{name} in its slot"] = not bool(grads[1][0, 0].isfinite().any())
+        found[f"{name} in no other slot"] = bool(grads[1].flatten(0, 1)[1:].isfinite().all())
+    state = fused_fold.fused_fold(observation, None, [(points[..., :15], points[..., 15:], None)])
+    assert state is not None, gpu_backward.failures
+    (tiny,) = torch.autograd.grad(1e-200 * state.value.sum(), points)
+    return found | {"tiny": bool(tiny.isfinite().all())}
+
+
+def learning() -> tuple[MLP, Tensor, Tensor, AttentionState]:
+    """An embedding, points, a mask, and their state, which has gradients."""
+    gpu.precision_of = lambda _: "exact"
+    observation, embed = (
+        interpreted.observation(16, 2, 5, 1.0),
+        MLP(dim_in=3, dim_hidden=8, dim_out=16, depth=2),
+    )
+    points, mask = torch.randn(1, 230, 3), torch.rand(1, 230) < 0.5
+    state = fused_fold.fused_fold(observation, embed, [(points[..., :2], points[..., 2:], mask)])
+    assert state is not None, gpu_backward.failures
+    return embed, points, mask, state
+
+
+def changed() -> list[str]:
+    """What is said where a weight, the points or the mask change before the backward pass."""
+    said = []
+    for what in range(3):
+        embed, points, mask, state = learning()
+        with torch.no_grad():
+            (embed.layers[0].weight, points, mask)[what].zero_()  # type: ignore[operator]
+        said.append(error_of(state.value.sum().backward))
+    return said
+
+
+def breaks() -> dict[str, Any]:
+    """What is said where kernels fail in the backward pass: for good, or for want of memory."""
+    with mock.patch.object(gpu_backward, "failures", []) as failures:
+        *_, state = learning()
+        with mock.patch.object(gpu_backward, "part", side_effect=torch.OutOfMemoryError("no memory")):
+            starved = error_of(lambda: state.value.sum().backward(retain_graph=True)), len(failures)
+        with mock.patch.object(gpu_backward, "part", side_effect=ValueError("no such tile")):
+            broken = error_of(lambda: state.value.sum().backward(retain_graph=True)), len(failures)
+    return {"starved": starved, "broken": broken}
+
+
+def error_of(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
 
 
 def second() -> str:
@@ -179,15 +274,12 @@ def second() -> str:
     )
     assert state is not None, gpu_backward.failures
     (first,) = torch.autograd.grad(state.value.sum(), [observation.slots], create_graph=True)
-    try:
-        first.sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
+    return error_of(first.sum().backward)
 
 
 CASES: dict[str, Callable[..., Any]] = {
-    case.__name__: case for case in (fold, part, leaves_out, model, second)
+    case.__name__: case
+    for case in (fold, part, near, few_among_many, leaves_out, no_number, model, changed, breaks, second)
 }
 
 if __name__ == "__main__":

@@ -132,3 +132,9 @@ def test_tables_of_what_was_never_measured_are_empty(tmp_path: Path, monkeypatch
     assert gpu_tables.phases().splitlines()[-1] == "| training step of 100 tasks | captured | 3 | 9x |"
     assert gpu_tables.ceilings() == ""
     assert gpu_tables.summary() == []  # there is nothing of a million points
+    step = {"section": "steps", "what": "step", "how": "half", "points": 10**6, "milliseconds": 4.0,
+            "times_plain_tf32": 9.46, "extra_bytes": 2**21}  # fmt: skip
+    error = {"section": "errors", "precision": "half", "worst": 0.002}
+    few = step | {"points": 10, "milliseconds": 0.5}
+    (tmp_path / "gpu_training.json").write_text(json.dumps({"rows": [few, step, error]}))
+    assert gpu_tables.training().splitlines()[-1] == "| step | half | 0.5 | 4 | 9.5x | 2 | 2.0e-03 |"

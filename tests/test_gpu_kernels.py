@@ -188,9 +188,12 @@ def test_tokens_too_wide_for_the_kernels_are_told_once_and_operators_serve(
 
 
 @pytest.mark.usefixtures("fresh")
-def test_too_little_memory_is_no_reason_to_give_the_kernels_up() -> None:
-    with pytest.raises(torch.OutOfMemoryError):
-        gpu.attempt(mock.Mock(side_effect=torch.OutOfMemoryError("no memory")))
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no memory"), RuntimeError("Triton Error [CUDA]: out of memory")]
+)
+def test_too_little_memory_is_no_reason_to_give_the_kernels_up(error: Exception) -> None:
+    with pytest.raises(type(error), match="memory"):
+        gpu.attempt(mock.Mock(side_effect=error))
     assert gpu._failures == []
 
 

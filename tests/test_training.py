@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from constmem import CMANP
 from constmem.bench.literal import Literal
@@ -228,6 +230,30 @@ def test_data_that_changes_before_the_backward_pass_is_noticed() -> None:
         loss.backward()
 
 
+def test_a_mask_that_changes_before_the_backward_pass_is_noticed() -> None:
+    model, (x, y, *_) = small(), task()
+    mask = torch.rand(x.shape[:2]) < 0.7
+    state = model.condition(x, y, chunk=4, mask=mask)
+    mask.logical_not_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        state.value.sum().backward()
+
+
+def test_the_backward_pass_leaves_the_module_to_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, linear, own = small(), F.linear, []
+    loss, (first, *_) = lean(model, *task()), model.embed.layers
+    weight = first.weight
+
+    def watched(*given: Tensor) -> Tensor:
+        own.append(first.weight is weight)
+        return linear(*given)
+
+    monkeypatch.setattr(F, "linear", watched)
+    loss.backward()
+    assert own
+    assert all(own)
+
+
 def test_training_steps_go_the_same_way_as_those_of_the_dense_path() -> None:
     data = task()
     ends = []
@@ -243,6 +269,13 @@ def test_training_steps_go_the_same_way_as_those_of_the_dense_path() -> None:
         ends.append(loss(model, *data).item())
     assert abs(ends[0] - ends[1]) < 1e-8
     assert ends[0] < lean(small(), *data).item() - 0.01
+
+
+def test_parametrised_weights_get_the_gradients() -> None:
+    model, data = small(), task()
+    parametrize.register_parametrization(model.stack.observation, "query", nn.Tanh())
+    found, expected = (gradients(model, loss(model, *data)) for loss in (lean, dense))
+    assert_gradients(found, expected, EXACT)
 
 
 def test_lent_parameters_get_the_gradients() -> None:

@@ -106,9 +106,9 @@ def attempt(work: Callable[[], _Result], failures: list[str] | None = None) -> _
     """
     try:
         return work()
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # whatever a compiler or a driver comes up with
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):  # as drivers say it
+            raise
         (_failures if failures is None else failures).append(repr(error))
         _say(f"{type(error).__name__}: {error}")
         return None

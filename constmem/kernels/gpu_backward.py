@@ -1,7 +1,7 @@
 """The gradients of what a GPU observes, by kernels of our own: what they read, and whether they run.
 
-`triton_backward.py` holds the kernels and their formulas. They are rehearsed once at the sizes they are first
-wanted for, before anything depends on them; where that fails, one line in the log says so.
+`triton_backward.py` holds the kernels and their formulas. They are rehearsed once in each width and precision
+they are wanted in, before anything depends on them; where that fails, one line in the log says so.
 """
 
 import functools
@@ -18,7 +18,8 @@ from constmem.kernels import gpu
 from constmem.kernels.absorption import Absorbed
 
 NOTHING = -(2.0**99)  # a log-normaliser below this has seen nothing
-failures: list[str] = []
+failures: list[str] = []  # after the first, these kernels are not tried again
+unfit: list[str] = []  # failures of rehearsals, each of one width in one precision
 
 
 class Whole(NamedTuple):
@@ -38,7 +39,7 @@ class Whole(NamedTuple):
     shared_delta: Float[Tensor, "b r"]
     largest: Float[Tensor, " b"]
     size: Float[Tensor, "b s"]  # in float64
-    sums: Float[Tensor, "b p r d"]  # gradients of rows so far
+    sums: Float[Tensor, "b p r d"]  # gradients of rows so far, in float64
 
 
 @functools.cache
@@ -60,7 +61,7 @@ def rehearsed(d: int, precision: str, device: torch.device) -> bool:
             part(given, points, mask, rows=True, tokens=True)
         return True
 
-    return gpu.attempt(work, failures) is not None
+    return gpu.attempt(work, unfit) is not None
 
 
 def whole(
@@ -76,21 +77,22 @@ def whole(
     b, slots, width = mean.shape
     rows, d = plan.absorbed.shape
     turn, missing = gpu.turn_of(width, mean.device), rows - slots
-    delta = (grad_mean * mean).sum(-1) - grad_lse
     reach = sqrt(width) * grad_mean.norm(dim=-1)  # no normalised token is longer than sqrt(width)
-    size = torch.maximum(reach, delta.abs()).clamp_min(1e-300)
+    size = (reach + grad_lse.abs()).clamp_min(1e-150)  # whose square is a number
     largest = size.amax(1)
     level = torch.where(lse <= NOTHING, float("inf"), lse * log2(torch.e) - kernels.LIFT)
     levels = level, level - (size / largest[:, None]).log2()
-    deltas = delta / size, delta / size * log(2.0)
-    grad = F.pad((grad_mean / size[..., None]) @ turn.T, (0, d - width, 0, missing))
+    grad = ((grad_mean / size[..., None]) @ turn.T).to(precision.operands)
+    delta = (grad * (mean @ turn.T)).sum(-1) - grad_lse / size  # of the rounded gradient
+    deltas = delta, delta * log(2.0)
+    grad = F.pad(grad, (0, d - width, 0, missing))
     parts = kernels.parts(b, rows, d, gpu.multiprocessors(mean.device), precision)
     level, shared_level = (F.pad(t, (0, missing), value=float("inf")).float() for t in levels)
     delta, shared_delta = (F.pad(t, (0, missing)).float() for t in deltas)
     return Whole(
-        plan, precision, turn, grad.to(precision.operands).contiguous(),
+        plan, precision, turn, grad.contiguous(),
         level, delta, shared_level, shared_delta, (largest * 2.0**-kernels.LIFT).float(), size,
-        torch.zeros(b, parts, rows, d, device=mean.device),
+        mean.new_zeros(b, parts, rows, d),
     )  # fmt: skip
 
 
@@ -120,6 +122,6 @@ def part(
 def gradient_of_rows(whole: Whole) -> Float[Tensor, "s w"]:
     """That of all parts together, in float64."""
     slots, width = whole.size.shape[1], len(whole.turn)
-    sums = whole.sums.sum(1, dtype=torch.float64)[:, :slots, :width] @ whole.turn
+    sums = whole.sums.sum(1)[:, :slots, :width] @ whole.turn
     found: Tensor = (sums * whole.size[..., None]).sum(0) * 2.0 ** -_kernels().LIFT
     return found

@@ -78,9 +78,10 @@ class Plan:
 
 
 def pack(
-    queries: Float[Tensor, "h s c"], weight: Float[Tensor, "kv d"], shift: Float[Tensor, " kv"]
+    queries: Float[Tensor, "*depth h s c"], weight: Float[Tensor, "kv d"], shift: Float[Tensor, " kv"]
 ) -> Weights:
     """Weights as `Observation.prepared` gives them, scaled to base two, padded and turned."""
+    queries = queries.flatten(0, -3)  # heads of all blocks in a row
     heads, slots, channels = queries.shape
     more = -channels % VECTOR
 

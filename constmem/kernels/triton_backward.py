@@ -10,7 +10,8 @@ few rows and walks over tokens, the other keeps a few tokens and walks over rows
 again, neither waits for the other, and nothing of the size of the scores is written.
 
 The gradient of every row comes divided by a number that leaves |g h - delta| below 2, and shares multiplied
-by 2^LIFT: so float16, which rounds like TF32, has room for all of it.
+by 2^LIFT: so float16, which rounds like TF32, has room for all of it. What g h and delta have in common is
+often most of both: delta is that of g as rounded, so that the changes of a row's scores add up to zero.
 """
 
 from typing import Any, NamedTuple
@@ -73,16 +74,14 @@ def _rows(
     MASKED: tl.constexpr, LIFT: tl.constexpr, S: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
     PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """Add to the gradients of a few rows those of one stretch of one task's tokens."""
+    """Add to the gradients of a few rows, in float64, those of one stretch of one task's tokens."""
     block, part, task = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     own, dims = block * S + tl.arange(0, S), tl.arange(0, D)
     a = tl.load(absorbed + own[:, None] * D + dims[None, :])
     row = task.to(tl.int64) * slots + own
     g = tl.load(grad + row[:, None] * D + dims[None, :])
     level, mean = tl.load(lse + row), tl.load(delta + row)
-    place = (task.to(tl.int64) * tl.num_programs(1) + part) * slots + own
-    place = found + place[:, None] * D + dims[None, :]
-    sums = tl.load(place)
+    sums = tl.zeros((S, D), tl.float32)
     tokens += task.to(tl.int64) * n * D
     mask += task.to(tl.int64) * n
     start = part * stretch
@@ -96,7 +95,9 @@ def _rows(
         sums = _met(
             a, g, level, mean, tokens, mask, whole, stop, sums, MASKED, True, LIFT, D, T, PRODUCTS
         )  # fmt: skip
-    tl.store(place, sums)
+    place = (task.to(tl.int64) * tl.num_programs(1) + part) * slots + own
+    place = found + place[:, None] * D + dims[None, :]
+    tl.store(place, tl.load(place) + sums)
 
 
 @triton.jit(do_not_specialize=["n"])
