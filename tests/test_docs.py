@@ -74,7 +74,14 @@ def test_public_names_are_sorted_and_documented() -> None:
 
 OTHERWISE = {("taxi", "trivial"), ("taxi", "cmhp-faithful"), ("mooc", "cmhp-faithful")}  # as their notes say
 RENAMED = {"cmhp-faithful": "model"}  # settings that had other names when its rows were made
-TRAINED = ["emnist", "celeba32", "celeba64", "celeba128", "gp", *(name for name in EVENTS if (RESULTS / f"{name}.json").exists())]
+TRAINED = [
+    "emnist",
+    "celeba32",
+    "celeba64",
+    "celeba128",
+    "gp",
+    *(name for name in EVENTS if (RESULTS / f"{name}.json").exists()),
+]
 
 
 @pytest.mark.parametrize("dataset", TRAINED)
