@@ -137,4 +137,4 @@ def test_tables_of_what_was_never_measured_are_empty(tmp_path: Path, monkeypatch
     error = {"section": "errors", "precision": "half", "worst": 0.002}
     few = step | {"points": 10, "milliseconds": 0.5}
     (tmp_path / "gpu_training.json").write_text(json.dumps({"rows": [few, step, error]}))
-    assert gpu_tables.training().splitlines()[-1] == "| step | half | 0.5 | 4 | 9.5x | 2 | 2.0e-03 |"
+    assert gpu_tables.training().splitlines()[-1] == "| step | half | 0.5 | 4 |  | 9.5x | 2 | 2.0e-03 |"

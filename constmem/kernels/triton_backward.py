@@ -36,7 +36,7 @@ class Precision(NamedTuple):
     tokens: Tiles
 
 
-# What was fastest on an H200 at d = 64 (`benchmarks/gpu_training.py tiles`), and how many such programs a
+# What was fast on an H200 at d = 64 (`benchmarks/gpu_training.py tiles`), and how many such programs a
 # multiprocessor holds.
 PRECISIONS = {
     "half": Precision(torch.float16, "tf32", Tiles(128, 64, 8, 3, 2), Tiles(64, 128, 8, 2, 2)),
