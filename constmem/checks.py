@@ -60,7 +60,10 @@ def points(name: str, tensor: Tensor, dim: int, like: Tensor | None = None, *, d
     """Refuse anything but floating (b, n, dim) on `device`, with the batch and points of `like`."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{name} must be a floating-point tensor, not {kind}: convert it first")
+        raise TypeError(
+            f"{name} must be a floating-point tensor, not {kind}: convert it first"
+            f", for instance by torch.as_tensor({name}, dtype=torch.float32)"
+        )
     if tensor.ndim != 3 or tensor.shape[-1] != dim:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)}, but (batch, points, {dim}) is needed"
@@ -80,6 +83,8 @@ def points(name: str, tensor: Tensor, dim: int, like: Tensor | None = None, *, d
 
 def per_point(name: str, tensor: Tensor, like: Tensor) -> None:
     """Refuse anything but one number for each point of `like`, on the same device."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}: use torch.as_tensor")
     if tensor.shape != like.shape[:2] or tensor.device != like.device:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} on {tensor.device}, but one entry a point is "
@@ -89,6 +94,10 @@ def per_point(name: str, tensor: Tensor, like: Tensor) -> None:
 
 def mask(tensor: Tensor, like: Tensor) -> None:
     """Refuse a mask that is not boolean (batch, points)."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"mask must be a boolean tensor (True = real), not {type(tensor).__name__}: use torch.as_tensor"
+        )
     if tensor.dtype != torch.bool:
         raise TypeError(f"mask must be boolean (True = real), not {tensor.dtype}: use mask != 0")
     per_point("mask", tensor, like)
@@ -107,6 +116,15 @@ def heads(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"q, k and v have shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}, but "
             "(*heads, slots, channels) and twice (batch, *heads, points, channels) are needed, with at least "
             "one axis of heads: for a single head use q[None], k[:, None] and v[:, None]"
+        )
+
+
+def state(verb: str, mine: object, theirs: object) -> None:
+    """Refuse to merge or remove what is no state of the same kind."""
+    if type(theirs) is not type(mine):
+        raise TypeError(
+            f"cannot {verb} a {type(theirs).__name__} and a {type(mine).__name__}: both must be states of one "
+            "model, as its observe, condition and update give them"
         )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from constmem import kernels
-from constmem.algebra import bias_of
+from constmem.algebra import bias_of, is_nothing
 from constmem.state import AttentionState
 
 Chunk = tuple[Tensor, Tensor, Tensor | None]  # x, y, mask
@@ -96,6 +96,9 @@ class _Fold(torch.autograd.Function):
         parameters = dict(zip(ctx.names, leaves, strict=False))
         project = _with({id(p): parameters[name] for name, p in ctx.project.named_parameters()}, ctx.project)
         points = leaves[len(ctx.names) :]
+        nothing = is_nothing(lse)  # all is masked out there, and has no share in what is nothing
+        grad_value = grad_value.masked_fill(nothing[..., None], 0.0)
+        grad_lse = None if grad_lse is None else grad_lse.masked_fill(nothing, 0.0)
         whole = value, lse, grad_value, grad_lse
         grads: dict[int, Tensor] = {}
         grad_q = torch.zeros_like(q)

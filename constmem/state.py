@@ -68,13 +68,13 @@ class AttentionState:
             return AttentionState.empty((*k.shape[:-2], q.shape[-2]), v.shape[-1], device=k.device)
         b, heads, n = k.shape[0], k.shape[1:-2], k.shape[-2]
         bias = bias_of(mask, log_weight, k.dtype)
-        k, v = (t.reshape(b, -1, n, t.shape[-1]) for t in (k, v))
+        k, v = (t.flatten(1, -3) for t in (k, v))
         value, lse = kernels.attend(q.flatten(0, -3), k, v, bias)
         if bias is not None:
             value, lse = settle(value, lse)
         count = torch.full((b,), n, device=k.device) if mask is None else mask.sum(-1)
         return AttentionState.of(
-            value.reshape(b, *heads, *value.shape[-2:]), lse.reshape(b, *heads, -1), count
+            value.reshape(b, *heads, *value.shape[-2:]), lse.reshape(b, *heads, q.shape[-2]), count
         )
 
     @staticmethod
@@ -132,7 +132,7 @@ class AttentionState:
             initial = initial.to(dtype=torch.float32 if paired else torch.float64)
             counts = counts + initial.count[:, None]
             carry = tuple(t.flatten(1, len(heads))[:, None] for t in initial._tensors)
-        k, v = (t.reshape(b, -1, n, t.shape[-1]) for t in (k, v))
+        k, v = (t.flatten(1, -3) for t in (k, v))
         if drift is not None:
             drift = drift[0].flatten(0, -2), drift[1]
         scanned = algebra.scan(q.flatten(0, -3), k, v, bias, carry, drift, chunk=chunk, paired=paired)
@@ -140,6 +140,7 @@ class AttentionState:
 
     def merge(self, other: "AttentionState") -> "AttentionState":
         """The state of both sets of points together; associative and commutative, `empty` its identity."""
+        checks.state("merge", self, other)
         checks.alike("merge", self.value, other.value, (self.fingerprint, other.fingerprint))
         return self._joined(other)
 
@@ -161,6 +162,7 @@ class AttentionState:
         What a slot keeps is known to about 1e-6 / (1 - share) of itself, where share is the part of
         the slot's normaliser that goes: a share above `max_share` is refused.
         """
+        checks.state("remove", self, other)
         checks.alike("remove", self.value, other.value, (self.fingerprint, other.fingerprint))
         if self.low is not None:
             raise ValueError("remove needs float64: state.to(device='cpu', dtype=torch.float64)")

@@ -50,7 +50,10 @@ class Window:
         checks.positive("points", self.points)
         checks.positive("buckets", self.buckets)
         if self.buckets > self.points:
-            raise ValueError(f"{self.buckets} buckets cannot share {self.points} points")
+            raise ValueError(
+                f"{self.buckets} buckets cannot share {self.points} points: take no more buckets than points, "
+                f"for instance Window(points={self.points}, buckets={self.points})"
+            )
 
     @property
     def bucket(self) -> int:

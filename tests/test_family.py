@@ -65,6 +65,23 @@ def test_tasks_without_a_context_can_be_learned_from(model: NeuralProcess) -> No
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
+def test_the_gradient_of_a_task_without_a_context_is_the_same_in_chunks(model: NeuralProcess) -> None:
+    x, y, xt, yt = data()
+    mask = ragged(11, [0, 7])
+
+    def gradients(chunk: int) -> list[torch.Tensor]:
+        model.zero_grad()
+        model(x, y, xt, mask=mask, chunk=chunk).log_prob(yt).sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    torch.testing.assert_close(gradients(3), gradients(100), rtol=1e-8, atol=1e-8)
+
+
+def test_a_batch_of_no_tasks_is_no_error(model: NeuralProcess) -> None:
+    x, y, xt, _ = (t[:0] for t in data())
+    assert model.query(model.condition(x, y), xt).mean.shape == (0, 6, 2)
+
+
 def test_a_folder_says_which_model_it_holds(model: NeuralProcess, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     assert type(NeuralProcess.from_pretrained(tmp_path)) is type(model)
@@ -187,6 +204,12 @@ def test_bad_tasks_are_refused(model: NeuralProcess, refuses: Refuses) -> None:
     x, y, xt, yt = data()
     with refuses(ValueError, "context is a batch of 2, the targets one of 1"):
         model.loss(x, y, xt[:1], yt[:1])
+    with refuses(TypeError, "mask must be a boolean tensor .True = real., not list: use torch.as_tensor"):
+        model.condition(x, y, mask=[[True] * 11] * 2)  # type: ignore[arg-type]
+    with refuses(TypeError, r"x must be a floating-point tensor, not list: .* torch.as_tensor\(x, dtype"):
+        model.condition(x.tolist(), y)  # type: ignore[arg-type]
+    with refuses(TypeError, "cannot merge a NoneType and a"):
+        model.condition(x, y).merge(None)
 
 
 # States

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from constmem import checks
 from constmem.files import read_tensors, write_tensors
 from constmem.fold import Chunk, joined
 from constmem.memory import require
@@ -48,6 +49,7 @@ class StoredPoints:
 
     def merge(self, other: "StoredPoints") -> "StoredPoints":
         """All points of both; associative, and commutative as far as any prediction goes."""
+        checks.state("merge", self, other)
         mine, theirs = ((s.batch, *s.layout, s.device) for s in (self, other))
         if mine != theirs:
             raise ValueError(
