@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from constmem.files import read_tensors, write_tensors
+from constmem.model import misfit
 
 KIND, VERSION = "constmem.checkpoint", 1
 FILE = "checkpoint.safetensors"
@@ -32,6 +33,9 @@ def load(
 ) -> int:
     """Put a checkpoint back in place; returns the number of steps done."""
     tensors, header = read_tensors(folder / FILE, kind=KIND, version=VERSION)
+    if "generator" not in tensors or not header.get("step", "").isdecimal():
+        raise ValueError(f"{folder / FILE} lacks its step or its random numbers: it is damaged; start anew")
+    step = int(header["step"])
     wrote, now = header.get("optimiser"), type(optimiser).__name__
     if wrote not in (None, now):
         raise ValueError(
@@ -42,13 +46,12 @@ def load(
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise ValueError(f"{folder / FILE} is a checkpoint of another model: {error}") from error
+        raise ValueError(f"{folder / FILE} is a checkpoint of another model: {misfit(error)}") from error
     for name, parameter in model.named_parameters():
         prefix = f"optimiser.{name}."
         state = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
         if state:  # frozen parameters have none
             optimiser.state[parameter] = {k: t.to(parameter.device) for k, t in state.items()}
-    step = int(header["step"])
     _go_on(generator, tensors["generator"], step)
     return step
 

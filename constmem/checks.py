@@ -123,8 +123,8 @@ def state(verb: str, mine: object, theirs: object) -> None:
     """Refuse to merge or remove what is no state of the same kind."""
     if type(theirs) is not type(mine):
         raise TypeError(
-            f"cannot {verb} a {type(theirs).__name__} and a {type(mine).__name__}: both must be states of one "
-            "model, as its observe, condition and update give them"
+            f"cannot {verb} a {type(theirs).__name__} and a {type(mine).__name__}: both must be states of "
+            "one model, as its observe, condition and update give them"
         )
 
 

@@ -64,7 +64,7 @@ def train(
         ),
     ] = None,
     recipe: Annotated[str, typer.Option(help="improved (ours) or faithful (the paper's).")] = "improved",
-    seed: Annotated[int, typer.Option(help="Of weights and tasks.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of weights and tasks.")] = 0,
     steps: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
     device: Device = "cpu",
     data_dir: DataDir = None,
@@ -276,7 +276,12 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError, ImportError, MemoryError) as error:
-        print(f"constmem: {error}", file=sys.stderr)
+        advice = ""
+        if isinstance(error, OSError) and error.errno is not None:
+            from constmem.files import advice_on
+
+            advice = advice_on(error)
+        print(f"constmem: {error}{advice}", file=sys.stderr)
         sys.exit(2)
     except RuntimeError as error:
         if type(error).__name__ not in ("StoppedError", "ConditioningError"):

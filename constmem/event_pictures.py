@@ -1,6 +1,5 @@
 """All pictures of runs on events: learning, a sequence, hazards, goodness of fit, and confused marks."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,10 @@ from constmem import checks, plots, plots_events
 from constmem.comparison import NAMES, model_name
 from constmem.data import EventLog, Events
 from constmem.evaluate_events import mark_confusion, rescaled_times
+from constmem.log import read_metrics
 from constmem.point_processes import PointProcess
-from constmem.results import read_run, source_of
-from constmem.run_folder import own_data
+from constmem.results import source_of
+from constmem.run_folder import own_data, read_run
 from constmem.sources import SIMULATED
 
 SCORED = 20_000  # events of a test set that goodness of fit and confusion are drawn of
@@ -89,8 +89,7 @@ def _some(events: Events) -> Events:
 
 
 def _plot_one(run: TrainedOnEvents, rescaled: Tensor, out: Path) -> list[Path]:
-    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
-    made = [plots.learning_curve([json.loads(line) for line in lines], out / "learning.png", title=run.title)]
+    made = [plots.learning_curve(read_metrics(run.folder), out / "learning.png", title=run.title)]
     shown = _typical(run.events)
     told: dict[str, Any] = {"title": run.title, "names": run.names}
     made.append(plots_events.sequence_picture(run.model, shown, out / "sequence.png", **told))

@@ -1,9 +1,13 @@
 """Writing files so that a crash, a full disk or Ctrl-C never leaves half of one behind; clearing caches."""
 
 import contextlib
+import errno
+import json
 import os
+import re
 import time
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from safetensors import SafetensorError, safe_open
@@ -16,17 +20,30 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the user's umask
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_new(temporary, content)
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # whose message names the file, then: the one that was meant
+            error.filename = str(path)
         raise
     return path
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the user's umask
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def clear_unfinished(folder: Path) -> None:
+    """Delete what a process that was killed while it wrote has left: temporary files of `write_bytes`."""
+    for path in folder.glob(".*"):
+        if re.fullmatch(r"\..+\.[0-9a-f]{32}", path.name):
+            path.unlink(missing_ok=True)
 
 
 def write_text(path: str | os.PathLike[str], content: str) -> Path:
@@ -38,6 +55,28 @@ def write_tensors(path: str | os.PathLike[str], tensors: dict[str, Tensor], head
     """Write tensors and a header of strings as one safetensors file."""
     plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     return write_bytes(path, _to_bytes(plain, metadata=header))
+
+
+def read_json(path: Path, advice: str) -> Any:
+    """What a JSON file holds; of one that is damaged, the error says which, and what is advised."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, or no text at all
+        raise ValueError(f"{path} is damaged or of another kind ({error}): {advice}") from error
+
+
+def advice_on(error: OSError) -> str:
+    """What to do about an error of the disk."""
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
+            return ": make room, or write elsewhere; what was written before is whole, and a run --resumes"
+        case errno.EACCES | errno.EPERM | errno.EROFS:
+            return ": you may not write there, or read it; take another place, such as by --out"
+        case errno.EEXIST | errno.ENOTDIR | errno.EISDIR:
+            return ": a file is there where a folder is needed, or the other way round; take another name"
+        case errno.ENOENT:
+            return ": there is no such place; make it, or take another"
+    return ""
 
 
 def touched(path: str | os.PathLike[str]) -> bool:
@@ -91,8 +130,8 @@ def read_tensors(
             f"{path} is a safetensors file, but holds {header.get('format', 'no constmem header')!r} "
             f"where {kind!r} was expected"
         )
-    found = int(header.get("version", "0"))
-    if found != version:
+    found = header.get("version", "0")
+    if found != str(version):
         raise ValueError(
             f"{path} is a {kind} of format version {found}; this constmem reads version {version}: "
             "install the constmem that wrote it, or write it again"

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import time
 from math import inf
 from pathlib import Path
@@ -9,21 +10,43 @@ from typing import Any
 
 from constmem.files import write_text
 
+FILE = "metrics.jsonl"
+_log = logging.getLogger("constmem")
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The entries of a run's metrics.jsonl, none where there is none yet; a last line cut short is left out.
+
+    Lines are added one by one, so a run that was killed, or had no room, may have left half of one.
+    """
+    path = folder / FILE
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    entries: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            entry = None
+        if isinstance(entry, dict):
+            entries.append(entry)
+        elif number < len(lines):
+            raise ValueError(f"line {number} of {path} is damaged: mend it, or delete that line")
+    return entries
+
 
 class Log:
     """metrics.jsonl, one line an entry; TensorBoard beside it where that is installed."""
 
     def __init__(self, out: Path, done: int, statement: str) -> None:
-        self.path = out / "metrics.jsonl"
+        self.path = out / FILE
         self.start = time.monotonic()
-        kept = self.path.read_text().splitlines() if self.path.exists() else []
-        kept = [line for line in kept if json.loads(line).get("step", 0) <= done]
-        entries = [json.loads(line) for line in kept]
+        entries = [entry for entry in read_metrics(out) if entry.get("step", 0) <= done]
+        if done and not any("step" in entry for entry in entries):
+            _log.warning(f"{self.path} is lost: which weights validated best is judged anew from step {done}")
         self.before = max((entry.get("seconds", 0.0) for entry in entries), default=0.0)
         self.best: float | None = max((e["validation"] for e in entries if "validation" in e), default=None)
-        if not kept:
-            kept = [json.dumps({"data": statement})]
-        write_text(self.path, "\n".join(kept) + "\n")
+        entries = entries or [{"data": statement}]
+        write_text(self.path, "".join(json.dumps(entry) + "\n" for entry in entries))
         self.board: Any = None
         with contextlib.suppress(ImportError):
             from torch.utils.tensorboard import SummaryWriter
@@ -32,8 +55,12 @@ class Log:
 
     def _write(self, entry: dict[str, float], step: int) -> None:
         seconds = round(self.before + time.monotonic() - self.start, 2)
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, **entry, "seconds": seconds}) + "\n")
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps({"step": step, **entry, "seconds": seconds}) + "\n")
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
         if self.board is not None:
             for name, value in entry.items():
                 self.board.add_scalar(name, value, step)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from constmem.files import read_tensors, write_tensors, write_text
+from constmem.files import read_json, read_tensors, write_tensors, write_text
 from constmem.unchanged import identities
 
 SHIPPED = {path.parent.name: path.parent for path in Path(__file__).parent.glob("pretrained/*/config.json")}
@@ -104,7 +104,10 @@ class Model(nn.Module, ABC):
         try:
             model._load(tensors)
         except (RuntimeError, TypeError) as error:
-            raise ValueError(f"the weights in {folder} do not fit its config.json: {error}") from error
+            raise ValueError(
+                f"the weights in {folder} do not fit its config.json, so one of both is of "
+                f"another model: {misfit(error)}"
+            ) from error
         return model.eval() if device is None else model.eval().to(device)
 
     @classmethod
@@ -159,10 +162,21 @@ class Model(nn.Module, ABC):
 def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(
-            f"there is no {path}: from_pretrained needs a folder that save_pretrained wrote"
+            f"there is no {path}: from_pretrained needs a folder that save_pretrained, or a run's first "
+            f"checkpoint, has written to, or one of the names {', '.join(map(repr, sorted(SHIPPED)))}"
         )
-    try:
-        content = json.loads(path.read_text())
-        return content["model"], content["config"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged or of another kind ({error!r})") from error
+    content = read_json(path, "save the model again")
+    fields = content if isinstance(content, dict) else {}
+    name, config = fields.get("model"), fields.get("config")
+    if not isinstance(name, str) or not isinstance(config, dict):
+        raise ValueError(
+            f"{path} is damaged or of another kind: it does not hold the name of a model and its config; "
+            "save the model again"
+        )
+    return name, config
+
+
+def misfit(error: Exception) -> str:
+    """The first lines of an error about weights, which may name hundreds of them."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:300]} ..."

@@ -1,6 +1,5 @@
 """All pictures of runs: how they learned, how far they can be trusted, and what they see."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -15,11 +14,12 @@ from constmem.comparison import NAMES, model_name
 from constmem.data import GaussianProcess, Kernel, Table, Task, load_images
 from constmem.evaluate import pit_values
 from constmem.event_pictures import plot_event_runs
+from constmem.log import read_metrics
 from constmem.neural_processes import NeuralProcess
 from constmem.plots import Fit
 from constmem.recipes import of_events
-from constmem.results import read_run, source_of
-from constmem.run_folder import TABLE
+from constmem.results import source_of
+from constmem.run_folder import TABLE, read_run
 from constmem.sources import Source
 
 SHARES = (0.01, 0.04, 0.08, 0.16, 0.32)  # of an image's pixels, as growing contexts
@@ -90,9 +90,7 @@ def open_run(folder: Path, *, data_dir: Path | None, device: str) -> Trained:
 
 def plot_run(run: Trained, out: Path, *, data_dir: Path | None) -> list[Path]:
     """The pictures of one run: learning, calibration, and completions or fits."""
-    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
-    entries = [json.loads(line) for line in lines]
-    made = [plots.learning_curve(entries, out / "learning.png", title=run.title)]
+    made = [plots.learning_curve(read_metrics(run.folder), out / "learning.png", title=run.title)]
     pits = {name: pit_values(run.model, islice(tasks(), BATCHES)) for name, tasks in run.source.tests.items()}
     made.append(plots.calibration_curve(pits, out / "calibration.png", title=run.title))
     kind = _kind(run)

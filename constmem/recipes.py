@@ -66,6 +66,7 @@ class Recipe:
 
 
 NAMES = ("improved", "faithful")
+_KINDS = {int: "a whole number", float: "a number"}
 
 # data set -> (dim_x, dim_y, points a task has at most, steps of 200 epochs at the paper's batch, that batch)
 DATASETS: dict[str, tuple[int, int, int, int, int]] = {
@@ -222,6 +223,8 @@ def changed(recipe: Recipe, overrides: Sequence[str], *, steps: int | None = Non
         key, equals, value = item.partition("=")
         if not equals:
             raise ValueError(f"{item!r} is not of the form key=value")
+        if key in ("model.dim_x", "model.dim_y", "model.num_marks"):
+            raise ValueError(f"{key} cannot be set: the data say it")
         if key.startswith("model."):
             content["model"][key.removeprefix("model.")] = _literal(value)
         else:
@@ -257,13 +260,16 @@ def _fitting(key: str, value: Any, hint: Any) -> Any:
         return int(value)
     if isinstance(value, get_origin(hint) or hint) and not isinstance(value, bool):
         return value
-    raise ValueError(f"{key} must be a {getattr(hint, '__name__', hint)}, not {value!r}")
+    raise ValueError(f"{key} must be {_KINDS.get(hint, hint)}, not {value!r}")
 
 
 def _literal(text: str) -> Any:
     import yaml
 
-    value = yaml.safe_load(text)
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
     if isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
         try:
             return float(value)

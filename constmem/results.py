@@ -17,11 +17,12 @@ from constmem.data import Events
 from constmem.evaluate import evaluate
 from constmem.evaluate_events import evaluate_events
 from constmem.files import write_text
+from constmem.log import read_metrics
 from constmem.memory import Peak
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
 from constmem.recipes import Recipe, of_events
-from constmem.run_folder import device_name, own_data
+from constmem.run_folder import device_name, own_data, read_run
 from constmem.sources import SIMULATED, Source, open_source
 
 # Log-likelihoods of the paper's image table (mean of 5 seeds); for Gaussian processes of its later version.
@@ -54,15 +55,6 @@ PUBLISHED: dict[str, dict[str, dict[str, float]]] = {
 }  # fmt: skip
 
 
-def read_run(folder: Path) -> dict[str, Any]:
-    """What a run's folder says of how it was made: its run.json."""
-    path = folder / "run.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no run in {folder}: train one there first")
-    about: dict[str, Any] = json.loads(path.read_text())
-    return about
-
-
 def source_of(
     folder: Path, run: dict[str, Any], *, data_dir: Path | None, device: torch.device
 ) -> Source[Any]:
@@ -83,15 +75,15 @@ def evaluate_run(folder: Path, *, data_dir: Path | None, device: str) -> dict[st
     family: Any = PointProcess if of_events(run["model"]) else NeuralProcess
     model = family.from_pretrained(folder, device=where)
     peak = Peak(where)
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = read_metrics(folder)
     row = {
         "dataset": run["dataset"], "model": run["model"], "recipe": run["recipe_name"], "seed": run["seed"],
         "scores": {name: _scores(model, batches()) for name, batches in source.tests.items()},
         "published": PUBLISHED.get(run["dataset"], {}).get(run["model"]),  # of a variant nothing was
         "true": _true_nll(run["dataset"], source),
         "peak_memory": {"training": _peak_of(metrics), "evaluation": peak()},
-        "steps": max(m.get("step", 0) for m in metrics),
-        "minutes": round(max(m.get("seconds", 0.0) for m in metrics) / 60, 2),
+        "steps": max((m.get("step", 0) for m in metrics), default=0),
+        "minutes": round(max((m.get("seconds", 0.0) for m in metrics), default=0.0) / 60, 2),
         "parameters": sum(p.numel() for p in model.parameters()),
         "settings": run["recipe"],
         "data": source.statement,

@@ -11,10 +11,25 @@ from typing import Any
 import torch
 
 from constmem.data import EventLog, Table
-from constmem.files import write_text
+from constmem.files import clear_unfinished, read_json, write_text
 from constmem.recipes import Recipe
 
 TABLE, LOG = "table.safetensors", "events.safetensors"  # the rows or events of a run on one's own data
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """What a run's folder says of how it was made: its run.json."""
+    path, again = folder / "run.json", "train again, in another folder"
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no run in {folder}: train one there first")
+    about: Any = read_json(path, again)
+    run = about.get("run") if isinstance(about, dict) else None
+    missing = {"dataset", "model", "recipe_name", "recipe", "seed"}.difference(
+        run if isinstance(run, dict) else ()
+    )
+    if missing:
+        raise ValueError(f"{path} does not say which {', '.join(sorted(missing))} its run has: {again}")
+    return dict(about)
 
 
 def own_data(folder: Path) -> Table | EventLog | None:
@@ -51,8 +66,9 @@ def prepare(
     if path.exists():
         if not resume:
             raise FileExistsError(f"{out} holds a run already: take another --out, or go on with --resume")
-        before = json.loads(path.read_text())["run"]
+        before = read_run(out)["run"]
         before["recipe"] = asdict(Recipe()) | before["recipe"]  # of a version that knew fewer settings
+        clear_unfinished(out)
         if others := _differing(before, json.loads(json.dumps(content))):
             told = "; ".join(others)
             raise ValueError(

@@ -51,8 +51,8 @@ class Window:
         checks.positive("buckets", self.buckets)
         if self.buckets > self.points:
             raise ValueError(
-                f"{self.buckets} buckets cannot share {self.points} points: take no more buckets than points, "
-                f"for instance Window(points={self.points}, buckets={self.points})"
+                f"{self.buckets} buckets cannot share {self.points} points: take no more buckets "
+                f"than points, for instance Window(points={self.points}, buckets={self.points})"
             )
 
     @property

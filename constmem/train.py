@@ -22,7 +22,7 @@ from constmem.optimiser import Muon
 from constmem.progress import progress
 from constmem.recipes import Recipe, known
 from constmem.sources import Source, open_source
-from constmem.variants import require_variant
+from constmem.variants import require_settings
 
 LOG_EVERY = 50
 MODELS: dict[str, type[Any]] = {**neural_processes.MODELS, **point_processes.MODELS}
@@ -47,12 +47,12 @@ class StoppedError(RuntimeError):
 def build(run: Run) -> Any:
     """A freshly initialised model, the same for the same seed."""
     name = known("model", run.model.partition("-")[0], MODELS)
+    require_settings(run.model, run.recipe.model, MODELS)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)
         try:
             return MODELS[name](**run.recipe.model)
-        except TypeError as error:
-            require_variant(run.model, MODELS)
+        except (TypeError, RuntimeError) as error:
             raise ValueError(f"{name} cannot be built with {run.recipe.model}: {error}") from error
 
 
@@ -133,7 +133,9 @@ def train(
                 saved = time.monotonic()
                 log.peak(done, peak())
             if interrupted:
-                raise StoppedError(f"stopped by a signal after step {done}; go on with --resume")
+                raise StoppedError(
+                    f"stopped by a signal after step {done}; go on by the same command with --resume"
+                )
     return out
 
 
@@ -247,6 +249,8 @@ def _interruptible() -> Iterator[list[int]]:
         caught.append(number)
         if len(caught) > 1:  # asked twice: now
             os._exit(130)
+        with contextlib.suppress(OSError):  # not by print, in the middle of which we may be
+            os.write(2, b"\nstopping as soon as a checkpoint is written; once more: at once, without one\n")
 
     old = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -1,10 +1,10 @@
-"""Which variants of its recipe, such as small, a model can be built in."""
+"""Which variants of its recipe, such as small, and which settings a model can be built with."""
 
 from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
-from constmem.recipes import EVENT_MODELS, VARIANTS, recipe
+from constmem.recipes import EVENT_MODELS, VARIANTS, known, recipe
 
 
 def variants(name: str, models: Mapping[str, type[Any]]) -> list[str]:
@@ -22,8 +22,8 @@ def variants(name: str, models: Mapping[str, type[Any]]) -> list[str]:
     return [variant for variant in named if recipe("gp", variant).model.keys() <= taken.keys()]
 
 
-def require_variant(model: str, models: Mapping[str, type[Any]]) -> None:
-    """Refuse a variant that a model of points cannot be built in, saying which it has."""
+def require_settings(model: str, settings: Mapping[str, Any], models: Mapping[str, type[Any]]) -> None:
+    """Refuse a variant or a setting that a model cannot be built with, saying which it has."""
     name, _, variant = model.partition("-")
     own = variants(name, models)
     if variant and name not in EVENT_MODELS and model not in own:
@@ -32,3 +32,5 @@ def require_variant(model: str, models: Mapping[str, type[Any]]) -> None:
             f"there is no {model!r}: {name} has {has}; "
             f"use {name} itself, and --set model.KEY=VALUE for other sizes"
         )
+    for key in settings:
+        known(f"setting of {name}", key, signature(models[name]).parameters)

@@ -118,7 +118,13 @@ def test_rows_are_read_from_run_folders_and_from_files_of_rows(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "no run folder or JSON file"), ("{", "is not JSON"), ("[{}]", "a row without dataset, model")],
+    [
+        (None, "no run folder or JSON file"),
+        ("{", "is damaged or of another kind"),
+        ("3", "a row without dataset"),
+        ("[3]", "a row without"),
+        ("[{}]", "a row without dataset, model"),
+    ],
 )
 def test_files_without_rows_are_refused_by_name(tmp_path: Path, content: str | None, message: str) -> None:
     path = tmp_path / "rows.json"

@@ -238,7 +238,9 @@ def test_the_rate_warms_up_and_falls_to_zero() -> None:
     ("override", "message"),
     [
         ("lrr=1", "did you mean 'lr'"),
-        ("steps=many", "steps must be a int"),
+        ("steps=many", "steps must be a whole number, not 'many'"),
+        ("steps=[", "steps must be a whole number"),
+        ("model.dim_x=3", "model.dim_x cannot be set: the data say it"),
         ("precision=fp8", "float32, tf32, bf16"),
         ("steps", "key=value"),
         ("steps=0", "steps is 0, but must be 1 or more"),
@@ -268,8 +270,11 @@ def test_fewer_steps_shorten_the_warm_up_unless_it_is_told() -> None:
 
 
 def test_an_unknown_model_setting_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot be built"):
-        train.train(small_run("model.slots=3"), out=tmp_path)
+    with pytest.raises(ValueError, match="there is no setting of cmanp 'num_slot': did you mean 'num_slots'"):
+        train.train(small_run("model.num_slot=3"), out=tmp_path)
+    with pytest.raises(ValueError, match=r"cmanp cannot be built with .*'dim': 'wide'"):
+        train.train(small_run("model.dim=wide"), out=tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """Rows that `constmem eval` wrote: read, put together by seeds, and named as people name them."""
 
 import json
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
+
+from constmem.files import read_json
 
 NAMES = {
     "emnist": "EMNIST",
@@ -25,6 +28,7 @@ NAMES = {
 PAPER = ("cnp", "canp", "np", "anp", "bnp", "banp", "tnpd", "eqtnp", "lbanp", "cmanp")
 OF_EVENTS = ("trivial", "gru", "thp", "cmhp")
 MODEL_NAMES = {"tnpd": "TNP-D", "trivial": "no history"}
+KEYS = {"dataset", "model", "recipe", "seed", "scores", "settings"}
 Rows = list[dict[str, Any]]
 Table = tuple[str, list[str], list[list[str]]]  # its name, the heads of the columns, the cells
 
@@ -64,21 +68,19 @@ class Figure:
 def read_rows(paths: Iterable[Path]) -> Rows:
     """The rows of run folders (their eval.json) and of JSON files with one row or many."""
     found: Rows = []
+    paths = list(paths)
+    unscored = [path for path in paths if path.is_dir() and not (path / "eval.json").is_file()]
+    if unscored:
+        names = shlex.join(map(str, unscored))
+        raise FileNotFoundError(f"no scores in {names}: run `constmem eval {names}` first")
     for path in paths:
         file = path / "eval.json" if path.is_dir() else path
         if not file.is_file():
-            what = f"{path} holds no scores: run `constmem eval {path}` first" if path.is_dir() else (
-                f"there is no run folder or JSON file {path}")  # fmt: skip
-            raise FileNotFoundError(what)
-        try:
-            content = json.loads(file.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{file} is not JSON ({error}): expected rows that `constmem eval` wrote"
-            ) from error
+            raise FileNotFoundError(f"there is no run folder or JSON file {path}")
+        content = read_json(file, "expected rows that `constmem eval` wrote; run it again")
         rows = content.get("rows", [content]) if isinstance(content, dict) else content
-        for row in rows:
-            missing = {"dataset", "model", "recipe", "seed", "scores", "settings"} - set(row)
+        for row in rows if isinstance(rows, list) else [None]:
+            missing = KEYS.difference(row if isinstance(row, dict) else ())
             if missing:
                 raise ValueError(
                     f"{file} has a row without {', '.join(sorted(missing))}: not one of an evaluation"

@@ -17,10 +17,15 @@ def compare(rows: Rows, *, dataset: str | None = None) -> Entries:
 
     Of two rows of one seed the newer counts.
     """
-    entries: Entries = [
-        EventEntry.of(group) if of_events(group[0]) else Entry.of(group)
-        for group in grouped(rows, dataset=dataset)
-    ]
+    try:
+        entries: Entries = [
+            EventEntry.of(group) if of_events(group[0]) else Entry.of(group)
+            for group in grouped(rows, dataset=dataset)
+        ]
+    except KeyError as error:
+        raise ValueError(
+            f"a row has no {error}: another version wrote it; run `constmem eval` again"
+        ) from error
     return sorted(entries, key=lambda entry: entry.place)
 
 

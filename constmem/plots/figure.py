@@ -1,8 +1,11 @@
 """What every picture shares: a backend without a screen, colours, and a safe way to the disk."""
 
 import os
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+
+from constmem.files import write_bytes
 
 BLUE, RED, GREY = "#023e8a", "#c1121f", "#8d99ae"
 DPI = 130
@@ -22,13 +25,10 @@ def pyplot() -> Any:
 
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> Path:
     """Write a figure under a temporary name, then rename it into place."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part{path.suffix}")
-    figure.savefig(temporary)
-    temporary.replace(path)
+    drawn = BytesIO()
+    figure.savefig(drawn, format=Path(path).suffix.removeprefix(".") or "png")
     pyplot().close(figure)
-    return path
+    return write_bytes(path, drawn.getvalue())
 
 
 def plain(axis: Any) -> None:
