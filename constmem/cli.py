@@ -284,6 +284,10 @@ def main() -> None:
         print(f"constmem: {error}{advice}", file=sys.stderr)
         sys.exit(2)
     except RuntimeError as error:
+        if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
+            told = "take a smaller batch (--set batch=...), fewer points, or a smaller model"
+            print(f"constmem: out of memory ({str(error).splitlines()[0]}): {told}", file=sys.stderr)
+            sys.exit(2)
         if type(error).__name__ not in ("StoppedError", "ConditioningError"):
             raise
         print(f"constmem: {error}", file=sys.stderr)

@@ -194,7 +194,10 @@ def _table_rows(model: NeuralProcess[Any, Any], table: Table) -> list[tuple[str,
         sizes = [max(round(len(index) * share), 1) for share in (0.05, 0.15, 0.4, 0.8)]
         rest = [(x[0, n:, 0], y[0, n:, 0]) for n in sizes]
         fits = [_fit(model, x[:, :n], y[:, :n], grid, rest=r) for n, r in zip(sizes, rest, strict=True)]
-        rows.append(("all rows" if group is None else f"unseen group {group}", fits))
+        name = (
+            f"unseen {table.labels[group]}" if group is not None and table.labels else f"unseen group {group}"
+        )
+        rows.append(("all rows" if group is None else name, fits))
     return rows
 
 

@@ -58,6 +58,7 @@ def open_source(
     table: Table | EventLog | None = None,
 ) -> Source[Any]:
     """The source of a data set that `recipes.DATASETS` or `recipes.EVENTS` names, or of data of one's own."""
+    _require_sampling(dataset, recipe, table)
     if isinstance(table, EventLog):
         return _events(*table.parts(), recipe, device, table.statement)
     if table is not None:
@@ -69,6 +70,32 @@ def open_source(
     if dataset == "gp":
         return _gp(recipe, device)
     return _images(dataset, recipe, data_dir, device)
+
+
+def _require_sampling(dataset: str, recipe: Recipe, table: Table | EventLog | None) -> None:
+    """Refuse a way of sampling that there is none of for these data."""
+    if isinstance(table, EventLog) or (table is None and dataset in EVENTS):
+        what, ways = "events", ("ragged",)
+    elif table is not None:
+        what, ways = "a table", ("static",)
+    else:
+        what, ways = "points", ("static", "reference")
+    if recipe.sampling not in ways:
+        raise ValueError(f"{what} cannot be sampled {recipe.sampling}: set sampling to {' or '.join(ways)}")
+
+
+def _require_sizes(recipe: Recipe, pixels: int) -> None:
+    """Refuse tasks that images of so many pixels cannot give, before anything is trained on them."""
+    if not 7 <= recipe.max_points <= pixels:
+        raise ValueError(
+            f"max_points is {recipe.max_points}, but must be at least 7 (3 points of context, 3 targets, and "
+            f"fewer than max_points in all) and at most {pixels}, the pixels of an image"
+        )
+    if recipe.sampling == "static" and recipe.num_targets > pixels - 3:
+        raise ValueError(
+            f"num_targets is {recipe.num_targets}, but an image has {pixels} pixels, 3 or more of which are "
+            f"its context: take at most {pixels - 3}"
+        )
 
 
 def _task_loss(
@@ -200,6 +227,7 @@ def _gp(recipe: Recipe, device: torch.device) -> Source[Task]:
 def _images(dataset: str, recipe: Recipe, data_dir: Path | None, device: torch.device) -> Source[Task]:
     seen = range(10) if dataset == "emnist" else None
     images = data.load_images(dataset, data_dir=data_dir, split="train", classes=seen).to(device)
+    _require_sizes(recipe, images.pixels[0, ..., 0].numel())
     training, validation = data.hold_out(images, count=min(HELD_OUT, len(images) // 10))
     pixels = training.pixels
 

@@ -52,7 +52,7 @@ def build(run: Run) -> Any:
         torch.manual_seed(run.seed)
         try:
             return MODELS[name](**run.recipe.model)
-        except (TypeError, RuntimeError) as error:
+        except (TypeError, RuntimeError, ArithmeticError) as error:
             raise ValueError(f"{name} cannot be built with {run.recipe.model}: {error}") from error
 
 

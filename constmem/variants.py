@@ -32,5 +32,9 @@ def require_settings(model: str, settings: Mapping[str, Any], models: Mapping[st
             f"there is no {model!r}: {name} has {has}; "
             f"use {name} itself, and --set model.KEY=VALUE for other sizes"
         )
-    for key in settings:
-        known(f"setting of {name}", key, signature(models[name]).parameters)
+    taken = signature(models[name]).parameters
+    for key, value in settings.items():
+        known(f"setting of {name}", key, taken)
+        least = 1 if key == "dim" else 0
+        if taken[key].annotation is int and (type(value) is not int or value < least):
+            raise ValueError(f"{key} must be a whole number of at least {least}, not {value!r}")

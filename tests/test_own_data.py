@@ -6,10 +6,11 @@ import math
 import runpy
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -108,6 +109,24 @@ def test_ragged_short_constant_and_missing_files_are_refused(tmp_path: Path) -> 
     few = write(tmp_path / "few.csv", ["a", "b", "g"], [[i, i, i % 3] for i in range(60)])
     with pytest.raises(ValueError, match="3 groups, but 5 are the fewest"):
         Table.read(few, x=["a"], y=["b"], group="g")
+    with pytest.raises(ValueError, match=r"each of the 60 groups of few\.csv has a single row"):
+        Table.read(few, x=["a"], y=["b"], group="a")
+    twice = write(tmp_path / "twice.csv", ["a", "b", "a"], [[i, i, i] for i in range(60)])
+    with pytest.raises(ValueError, match=r"twice\.csv has 2 columns 'a': give each a name of its own"):
+        Table.read(twice, x=["a"], y=["b"])
+    (tmp_path / "empty.csv").write_text("")
+    with pytest.raises(ValueError, match=r"empty\.csv is empty, or its first line is"):
+        Table.read(tmp_path / "empty.csv", x=["a"], y=["b"])
+
+
+@pytest.mark.parametrize("kind", [list, torch.tensor, np.array])
+def test_groups_keep_their_names_through_a_file(tmp_path: Path, kind: Callable[[Any], Any]) -> None:
+    places = [("kitchen", "attic", "hall", "cellar", "loft")[i % 5] for i in range(60)]
+    groups: list[Any] = [9 * (i % 5) for i in range(60)] if kind is torch.tensor else places
+    Table.of(torch.rand(60), torch.rand(60), kind(groups)).save(tmp_path / "table")
+    table = Table.load(tmp_path / "table").take(torch.arange(7, 20))
+    assert table.groups is not None
+    assert [table.labels[i] for i in table.groups] == [str(group) for group in groups[7:20]]
 
 
 def test_a_file_that_is_no_text_or_no_csv_is_named_and_lines_are_those_of_the_file(tmp_path: Path) -> None:

@@ -269,11 +269,29 @@ def test_fewer_steps_shorten_the_warm_up_unless_it_is_told() -> None:
     assert changed(recipe("emnist", "cmanp", "faithful"), [], steps=600).warmup == 0
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("max_points=6", "max_points is 6, but must be at least 7"),
+        ("max_points=65", "and at most 64, the pixels of an image"),
+        ("num_targets=62", "num_targets is 62, but an image has 64 pixels.*: take at most 61"),
+        ("sampling=ragged", "points cannot be sampled ragged: set sampling to static or reference"),
+    ],
+)
+def test_tasks_that_the_data_cannot_give_are_refused_before_a_folder_is_made(
+    tmp_path: Path, override: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        train.train(small_run(override), out=tmp_path / "run")
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_unknown_model_setting_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no setting of cmanp 'num_slot': did you mean 'num_slots'"):
         train.train(small_run("model.num_slot=3"), out=tmp_path)
-    with pytest.raises(ValueError, match=r"cmanp cannot be built with .*'dim': 'wide'"):
-        train.train(small_run("model.dim=wide"), out=tmp_path)
+    for value in ("wide", "1.5", "true", "0", "-4"):
+        with pytest.raises(ValueError, match="dim must be a whole number of at least 1, not "):
+            train.train(small_run(f"model.dim={value}"), out=tmp_path)
     assert not list(tmp_path.iterdir())
 
 

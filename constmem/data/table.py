@@ -1,6 +1,7 @@
 """Rows of numbers, from a CSV file or arrays: read, checked, parted and kept."""
 
 import difflib
+import json
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -28,6 +29,7 @@ class Table:
         x, y: inputs and outputs of each row, in float64.
         groups: the number of each row's group; None: all rows are one task.
         name: of the data, for run folders and figures.
+        labels: what the groups are called, by their numbers.
 
     Example:
         >>> table = Table.of([[0.5], [1.0]] * 30, [[1.0], [2.0]] * 30)
@@ -40,10 +42,11 @@ class Table:
     y: Float64[Tensor, "n y"]
     groups: Int64[Tensor, "n"] | None = None
     name: str = "table"
+    labels: tuple[str, ...] = ()
 
     @staticmethod
     def of(x: Any, y: Any, groups: Any = None, *, name: str = "table") -> "Table":
-        """A table of arrays: x and y of (rows, columns) or (rows,), groups of whole numbers (rows,)."""
+        """A table of arrays: x and y of (rows, columns) or (rows,), groups of numbers or text (rows,)."""
         sides = []
         for side, numbers in (("x", x), ("y", y)):
             tensor = torch.as_tensor(numbers).detach().cpu().double()
@@ -58,14 +61,16 @@ class Table:
                     "leave such rows out"
                 )
             sides.append(tensor)
-        numbered = None
+        numbered, order = None, {}
         if groups is not None:
-            numbered = torch.as_tensor(groups).detach().cpu().unique(return_inverse=True)[1].long()
+            told = groups.tolist() if hasattr(groups, "tolist") else list(groups)
+            order = {label: i for i, label in enumerate(sorted(set(told)))}
+            numbered = torch.tensor([order[label] for label in told], dtype=torch.int64)
         lengths = {"x": len(sides[0]), "y": len(sides[1])}
         lengths |= {} if numbered is None else {"groups": len(numbered)}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"x, y and groups must have as many rows as each other, not {lengths}")
-        return _checked(Table(sides[0], sides[1], numbered, name))
+        return _checked(Table(sides[0], sides[1], numbered, name, tuple(map(str, order))))
 
     @staticmethod
     def read(
@@ -93,7 +98,8 @@ class Table:
         numbers = torch.tensor(rows, dtype=torch.float64).reshape(-1, len(places))
         order = {label: i for i, label in enumerate(dict.fromkeys(labels))}
         groups = None if group is None else torch.tensor([order[label] for label in labels])
-        table = Table(numbers[:, : len(x)], numbers[:, len(x) :], groups, path.name)
+        called = () if group is None else tuple(order)
+        table = Table(numbers[:, : len(x)], numbers[:, len(x) :], groups, path.name, called)
         _varied(table, wanted, path)
         return _checked(table)
 
@@ -120,7 +126,7 @@ class Table:
     def take(self, index: Int64[Tensor, "k"]) -> "Table":
         """Some of the rows, in the order of `index`."""
         groups = None if self.groups is None else self.groups[index]
-        return Table(self.x[index], self.y[index], groups, self.name)
+        return Table(self.x[index], self.y[index], groups, self.name, self.labels)
 
     def parts(self, *, seed: int = 0) -> tuple["Table", "Table", "Table"]:
         """Eight, one and one tenths of the rows, or of the groups where there are any, chosen at random."""
@@ -140,13 +146,18 @@ class Table:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the rows, atomically, as a safetensors file."""
         tensors = {"x": self.x, "y": self.y} | ({} if self.groups is None else {"groups": self.groups})
-        write_tensors(path, tensors, {"format": KIND, "version": str(VERSION), "name": self.name})
+        header = {"format": KIND, "version": str(VERSION), "name": self.name}
+        write_tensors(path, tensors, header | {"labels": json.dumps(self.labels)})
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "Table":
         """Read a table that `save` wrote."""
         tensors, header = read_tensors(path, kind=KIND, version=VERSION)
-        return Table(tensors["x"], tensors["y"], tensors.get("groups"), header["name"])
+        try:
+            labels = tuple(json.loads(header.get("labels", "[]")))
+            return Table(tensors["x"], tensors["y"], tensors.get("groups"), header["name"], labels)
+        except (KeyError, ValueError, TypeError) as error:
+            raise ValueError(f"{path} is damaged ({error!r}): write the table again") from error
 
 
 def _opened(path: Path) -> AbstractContextManager[tuple[list[str], Lines]]:
@@ -157,7 +168,11 @@ def _opened(path: Path) -> AbstractContextManager[tuple[list[str], Lines]]:
 
 def _place(name: str, names: list[str], path: Path) -> int:
     if name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{path} has {names.count(name)} columns {name!r}: give each a name of its own")
         return names.index(name)
+    if not any(names):
+        raise ValueError(f"{path} is empty, or its first line is: that line names the columns")
     near = difflib.get_close_matches(name, names, n=3)
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(names)}"
     raise ValueError(f"{path} has no column {name!r}: {hint}")
@@ -203,5 +218,10 @@ def _checked(table: Table) -> Table:
         raise ValueError(
             f"{table.name} has {table.num_groups} groups, but {LEAST_GROUPS} are the fewest that can be "
             "parted: take a column of more groups, or none"
+        )
+    if table.groups is not None and table.num_groups == len(table):
+        raise ValueError(
+            f"each of the {len(table)} groups of {table.name} has a single row, so none has both a context "
+            "and a target: take a column that several rows share, or none"
         )
     return table
