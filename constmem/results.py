@@ -21,6 +21,7 @@ from constmem.log import read_metrics
 from constmem.memory import Peak
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
+from constmem.progress import progress
 from constmem.recipes import Recipe, of_events
 from constmem.run_folder import device_name, own_data, read_run
 from constmem.sources import SIMULATED, Source, open_source
@@ -78,7 +79,7 @@ def evaluate_run(folder: Path, *, data_dir: Path | None, device: str) -> dict[st
     metrics = read_metrics(folder)
     row = {
         "dataset": run["dataset"], "model": run["model"], "recipe": run["recipe_name"], "seed": run["seed"],
-        "scores": {name: _scores(model, batches()) for name, batches in source.tests.items()},
+        "scores": _scored(model, source, f"scoring {folder}"),
         "published": PUBLISHED.get(run["dataset"], {}).get(run["model"]),  # of a variant nothing was
         "true": _true_nll(run["dataset"], source),
         "peak_memory": {"training": _peak_of(metrics), "evaluation": peak()},
@@ -99,6 +100,17 @@ def evaluate_run(folder: Path, *, data_dir: Path | None, device: str) -> dict[st
 
 def _peak_of(metrics: list[dict[str, Any]]) -> int | None:
     return max((entry["peak_memory"] for entry in metrics if "peak_memory" in entry), default=None)
+
+
+def _scored(model: Any, source: Source[Any], title: str) -> dict[str, Any]:
+    """The scores on each test set, and now and then how far it has come."""
+    found: dict[str, Any] = {}
+    with progress(title, len(source.tests)) as report:
+        for name, batches in source.tests.items():
+            report(len(found), name)
+            found[name] = _scores(model, batches())
+        report(len(found))
+    return found
 
 
 def _scores(model: Any, batches: Iterable[Any]) -> dict[str, Any]:
@@ -123,6 +135,10 @@ OF_EVENTS = (
     "run", "test set", "NLL", "of time", "of mark", "published", "survival", "gap RMSE", "mark error",
     "mark error, gap known", "KS", "minutes",
 )  # fmt: skip
+TOLD_OF_POINTS = (
+    "log-likelihood: nats a point, higher is better; by batch: the paper's mean over batches. RMSE, CRPS: in "
+    "the units of y (of images, white - black = 1). 90 %: how many values lie in central 90 % intervals."
+)
 TOLD_OF_EVENTS = (
     "NLL: nats an event, of its time plus of its mark given the time. gap RMSE: of the mean gap foretold.\n"
     "mark error: how often the likeliest mark is wrong, foretold before the event, or given when it came."
@@ -135,7 +151,7 @@ def print_table(rows: Iterable[dict[str, Any]]) -> None:
     from rich.table import Table
 
     rows = list(rows)
-    kinds = (POINTS, _point_cells, False, None), (OF_EVENTS, _event_cells, True, TOLD_OF_EVENTS)
+    kinds = (POINTS, _point_cells, False, TOLD_OF_POINTS), (OF_EVENTS, _event_cells, True, TOLD_OF_EVENTS)
     for columns, cells, events, note in kinds:
         shown = [row for row in rows if of_events(row["model"]) == events]
         if not shown:

@@ -66,6 +66,32 @@ def assert_drawn(path: Path) -> None:
     assert not [other for other in path.parent.iterdir() if other.name.startswith(".")]
 
 
+def test_a_run_whose_loss_was_lost_can_still_be_looked_at(tmp_path: Path) -> None:
+    nan = float("nan")
+    lost = [{"step": 500, "loss": nan, "lr": 1e-3}, {"step": 500, "validation": nan}]
+    for entries in (METRICS + lost, lost):
+        assert_drawn(plots.learning_curve(entries, tmp_path / "learning.png", title="lost"))
+
+
+def test_the_colours_of_uncertainty_are_told_in_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(plots.images, "save_figure", lambda figure, path: drawn.append(figure) or path)
+    model = MODELS["cmanp"](dim_x=2, dim_y=1, **SIZES).eval()
+    pixels = load_images("digits", split="test").pixels[:2]
+    plots.completion_grid(model, pixels, (4,), tmp_path / "a.png", title="")
+    plots.model_grid({"CMANP": model}, pixels, (4,), tmp_path / "b.png", title="")
+    brightest = max(float(found["std"].max()) for found in plots.images.completions(model, pixels, (4,)))
+    for figure, count in zip(drawn, (2, 1), strict=True):
+        bars = [bar for axis in figure.axes for bar in axis.child_axes]
+        assert [bar.get_ylabel() for bar in bars] == ["deviation"] * count
+        assert {text.get_text() for bar in bars for text in bar.get_yticklabels()} == {
+            "0",
+            f"{brightest:.2g}",
+        }
+
+
 def test_every_kind_of_run_gets_its_pictures(tmp_path: Path) -> None:
     x = torch.linspace(0, 9, 120, dtype=torch.float64)[:, None]
     groups = torch.arange(120) % 12

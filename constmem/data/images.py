@@ -216,7 +216,7 @@ def _of_classes(images: Images, classes: list[int]) -> Images:
     if absent or not classes:
         raise ValueError(
             f"{images.name} has no images of the classes {absent or '(none asked for)'}: "
-            f"there are {present[0]} to {present[-1]}"
+            + (f"there are {present[0]} to {present[-1]}" if present else "it is empty; prepare it again")
         )
     kept = images.take(torch.isin(images.labels, torch.tensor(classes)).nonzero()[:, 0])
     chosen = ", ".join(map(str, sorted(set(classes))))

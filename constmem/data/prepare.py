@@ -189,7 +189,8 @@ def _find_partition(source: Path, partition: Source | None) -> Path:
             return place
     raise FileNotFoundError(
         f"there is no {' or '.join(map(str, places))}: CelebA's partition list says which images are for "
-        "testing; download it from the same page (folder Eval) and give it as partition="
+        "testing; download it from the same page (folder Eval) and put it there (in Python: or give it as "
+        "partition=)"
     )
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from math import inf, isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,10 +32,11 @@ def learning_curve(entries: Sequence[Mapping[str, Any]], path: AnyPath, *, title
     axes[0].plot(at, loss, color=GREY, alpha=0.7, linewidth=0.8, label="logged steps")
     axes[0].plot(at, _smooth(loss), color=BLUE, marker=dot, markersize=3, label="their running mean")
     axes[0].set(ylabel="loss", ylim=_range(loss), xlim=(0, at[-1] * 1.02))
+    axes[0].xaxis.get_major_locator().set_params(integer=True)
     axes[0].legend(frameon=False, fontsize=8, loc="upper right")
     if steps["validation"]:
         at, found = zip(*steps["validation"], strict=True)
-        best = max(range(len(found)), key=found.__getitem__)
+        best = max(range(len(found)), key=lambda i: found[i] if isfinite(found[i]) else -inf)
         axes[1].plot(at, found, color=BLUE, marker="o", markersize=3)
         axes[1].plot(at[best], found[best], "o", color=RED, markersize=6, label=f"best: {found[best]:.3f}")
         axes[1].set_ylim(*_range(found))
@@ -139,7 +141,7 @@ def _smooth(values: Sequence[float], share: float = 0.05) -> list[float]:
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
     """Limits that a few wild values do not stretch."""
-    numbers = torch.tensor(values, dtype=torch.float64)
+    numbers = torch.tensor([value for value in values if isfinite(value)] or [0.0], dtype=torch.float64)
     low, high = (float(q) for q in numbers.quantile(torch.tensor([0.02, 0.98], dtype=torch.float64)))
     margin = max(0.15 * (high - low), 0.05)
     return low - margin, high + margin

@@ -60,6 +60,7 @@ def completion_grid(
         _show(axes[3 * i, -1], pixels[i].float() / 255)
         for k, name in enumerate(("context", "mean", "uncertainty")):
             _label(axes[3 * i + k, 0], name)
+        _colour_bar(figure, axes[3 * i + 2, -1], brightest)
     _heads(axes[0], sizes)
     axes[0, -1].set_title("truth", fontsize=8)
     figure.suptitle(title, fontsize=10, x=0.02, ha="left")
@@ -104,6 +105,7 @@ def model_grid(
     for k, name in enumerate(models):
         _label(axes[1 + 2 * k, 0], f"{name}\nmean")
         _label(axes[2 + 2 * k, 0], "uncertainty")
+        _colour_bar(figure, axes[2 + 2 * k, len(sizes)], brightest)
     figure.suptitle(title, fontsize=10, x=0.02, ha="left")
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.22 / size[1]), pad=0.3)
     return save_figure(figure, path)
@@ -120,6 +122,18 @@ def _label(axis: Any, name: str) -> None:
 
 def _show_std(axis: Any, std: Tensor, brightest: float) -> None:
     _show(axis, std.mean(-1, keepdim=True) / brightest, colours="magma")
+
+
+def _colour_bar(figure: Any, axis: Any, brightest: float) -> None:
+    """What the colours of uncertainty stand for, at the left edge of an axis that shows nothing else."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    inside = axis.inset_axes((0.05, 0.05, 0.1, 0.9))
+    bar = figure.colorbar(ScalarMappable(Normalize(0, brightest), "magma"), cax=inside, ticks=[0, brightest])
+    bar.ax.set_yticklabels(["0", f"{brightest:.2g}"], fontsize=7)
+    bar.set_label("deviation", fontsize=7, labelpad=-8)
+    bar.outline.set_visible(False)
 
 
 def _show(axis: Any, image: Tensor, *, unknown: str | None = None, colours: str = "gray") -> None:
