@@ -56,7 +56,8 @@ def _lines(title: str, total: int, every: float) -> Report:
         last = now
         rate = (done - first[0]) / max(now - first[1], 1e-9)
         left = f", {(total - done) / rate:.0f} s left" if done < total and rate > 0 else ""
-        speed = f"({rate:.1f}/s{left}) " if rate > 0 else ""
+        pace = f"{rate:.1f}/s" if rate >= 0.1 else f"{1 / max(rate, 1e-9):.0f} s each"
+        speed = f"({pace}{left}) " if rate > 0 else ""
         print(f"{title} {done}/{total} {speed}{words}".rstrip(), file=sys.stderr, flush=True)
 
     return report

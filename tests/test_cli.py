@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from constmem import cli
 from constmem.cli import train
 from constmem.demo import demo
 
@@ -53,6 +54,18 @@ def test_what_is_unknown_ends_with_code_2_and_the_nearest_name(
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_too_little_memory_is_told_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def dies() -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+
+    monkeypatch.setattr(cli, "app", dies)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert "constmem: out of memory (DefaultCPUAllocator" in capsys.readouterr().err
 
 
 def test_what_to_run_next_names_the_data_folder_unless_the_variable_does(

@@ -187,6 +187,29 @@ def test_a_signal_stops_the_run_with_a_checkpoint(
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 12
 
 
+@pytest.mark.parametrize("moment", ["_validate", "checkpoint.save"])
+def test_a_signal_while_it_validates_or_writes_loses_nothing_and_is_answered_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], moment: str
+) -> None:
+    place: Any = train if moment == "_validate" else checkpoint
+    original = getattr(place, moment.removeprefix("checkpoint."))
+
+    def interrupted(*given: Any, **named: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return original(*given, **named)
+
+    monkeypatch.setattr(place, original.__name__, interrupted)
+    run = small_run("validate_every=4")
+    with contextlib.suppress(StoppedError):  # none where all was done already
+        train.train(run, out=tmp_path, stop_after=8)
+    monkeypatch.undo()
+    assert "stopping as soon as a checkpoint is written; once more: at once" in capfd.readouterr().err
+    train.train(run, out=tmp_path, resume=True)
+    train.train(run, out=tmp_path / "whole")
+    one, other = weights(tmp_path), weights(tmp_path / "whole")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     train.train(small_run("steps=2"), out=tmp_path / "a")
     other = small_run("steps=2", "model.num_slots=6")
@@ -342,3 +365,8 @@ def test_progress_tells_the_rate_since_the_first_report_and_the_time_left(
     assert capsys.readouterr().err.splitlines() == [
         "run 1000/1200 loss 1", "run 1100/1200 (4.0/s, 25 s left) loss 1", "run 1200/1200 (6.7/s) loss 1"
     ]  # fmt: skip
+    clock = iter([0.0, 1.0, 41.0])
+    with progress("slow", 3) as report:
+        report(0)
+        report(1)
+    assert capsys.readouterr().err.splitlines() == ["slow 1/3 (40 s each, 80 s left)"]
