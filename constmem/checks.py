@@ -153,12 +153,14 @@ def goes_on(value: Tensor, shape: tuple[int, ...], device: torch.device) -> None
         )
 
 
-def device(name: str) -> torch.device:
+def device(name: str | torch.device) -> torch.device:
     """The device of that name, if there is one here."""
     try:
         where = torch.device(name)
         torch.empty(0, device=where)
     except (RuntimeError, AssertionError) as error:  # the latter where PyTorch was built without CUDA
         why = str(error).splitlines()[0]
-        raise ValueError(f"there is no device {name!r} here ({why}): take another, such as cpu") from error
+        raise ValueError(
+            f"there is no device {str(name)!r} here ({why}): take another, such as cpu"
+        ) from error
     return where

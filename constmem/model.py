@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from constmem import checks
 from constmem.files import read_json, read_tensors, write_tensors, write_text
 from constmem.unchanged import identities
 
@@ -93,6 +94,7 @@ class Model(nn.Module, ABC):
         """
         if str(folder) in SHIPPED and not Path(folder).is_dir():
             folder = SHIPPED[str(folder)]
+        where = None if device is None else checks.device(device)
         path = Path(folder) / "config.json"
         name, config = _read_config(path)
         kind = cls._named(name, folder)
@@ -108,7 +110,7 @@ class Model(nn.Module, ABC):
                 f"the weights in {folder} do not fit its config.json, so one of both is of "
                 f"another model: {misfit(error)}"
             ) from error
-        return model.eval() if device is None else model.eval().to(device)
+        return model.eval() if where is None else model.eval().to(where)
 
     @classmethod
     def _named(cls: type[AnyModel], name: str, folder: str | os.PathLike[str]) -> type[AnyModel]:

@@ -75,11 +75,11 @@ def open_source(
 def _require_sampling(dataset: str, recipe: Recipe, table: Table | EventLog | None) -> None:
     """Refuse a way of sampling that there is none of for these data."""
     if isinstance(table, EventLog) or (table is None and dataset in EVENTS):
-        what, ways = "events", ("ragged",)
+        what, ways = "events", ["ragged"]
     elif table is not None:
-        what, ways = "a table", ("static",)
+        what, ways = "a table", ["static"]
     else:
-        what, ways = "points", ("static", "reference")
+        what, ways = "points", ["static", "reference"]
     if recipe.sampling not in ways:
         raise ValueError(f"{what} cannot be sampled {recipe.sampling}: set sampling to {' or '.join(ways)}")
 

@@ -94,6 +94,12 @@ class Stream:
         self, model: NeuralProcess[Any, Any], *, batch: int = 1, forget: Decay | Window | None = None
     ) -> None:
         checks.positive("batch", batch)
+        if not isinstance(model, NeuralProcess) or not isinstance(forget, Decay | Window | None):
+            given = f"a {type(model).__name__} and forget={forget!r}"
+            raise TypeError(
+                f"a stream is of a neural process and forget=None, Window(points=...) or "
+                f"Decay(half_life=...), not {given}"
+            )
         if isinstance(forget, Decay) and not model.state_type.WEIGHTED:
             raise ValueError(
                 f"{type(model).__name__} cannot forget by {forget}: it stores its points, and all count "

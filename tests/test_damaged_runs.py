@@ -138,6 +138,11 @@ def test_weights_of_another_model_are_told_in_a_few_words(folder: Path) -> None:
     assert len(str(caught.value)) < 600
 
 
+def test_weights_cannot_be_put_where_there_is_no_device(folder: Path) -> None:
+    with pytest.raises(ValueError, match="there is no device 'cuda:99' here"):
+        NeuralProcess.from_pretrained(folder, device="cuda:99")
+
+
 def test_a_name_of_no_weights_is_told_with_those_there_are() -> None:
     with pytest.raises(FileNotFoundError, match="or one of the names 'emnist', 'gp'"):
         NeuralProcess.from_pretrained("emnst")

@@ -200,6 +200,12 @@ def test_masked_points_are_left_out(model: Model) -> None:
     assert torch.equal(stream.count, mask.sum(1))
 
 
+@pytest.mark.parametrize("forget", [5, "window", Window])
+def test_a_way_to_forget_that_is_none_is_refused(forget: Any, refuses: Refuses) -> None:
+    with refuses(TypeError, r"forget=None, Window\(points=...\) or Decay\(half_life=...\), not a CMANP and "):
+        Stream(MODEL, forget=forget)
+
+
 @every_kind
 def test_a_fork_goes_its_own_way(model: Model, forget: Forget) -> None:
     x, y, xt = task()
