@@ -24,11 +24,11 @@ def read_run(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"there is no run in {folder}: train one there first")
     about: Any = read_json(path, again)
     run = about.get("run") if isinstance(about, dict) else None
-    missing = {"dataset", "model", "recipe_name", "recipe", "seed"}.difference(
-        run if isinstance(run, dict) else ()
-    )
-    if missing:
-        raise ValueError(f"{path} does not say which {', '.join(sorted(missing))} its run has: {again}")
+    run = run if isinstance(run, dict) else {}
+    missing = {"dataset", "model", "recipe_name", "recipe", "seed"} - run.keys()
+    if missing or not isinstance(run["recipe"], dict):
+        told = ", ".join(sorted(missing or {"recipe"}))
+        raise ValueError(f"{path} does not say which {told} its run has: {again}")
     return dict(about)
 
 

@@ -53,6 +53,10 @@ def scored(folder: Path) -> Any:
         (b"[]", r"run\.json does not say which dataset, model, recipe"),
         (b'{"run": 3}', r"run\.json does not say which dataset"),
         (b'{"run": {"dataset": "digits", "model": "cnp"}}', "does not say which recipe, recipe_name, seed"),
+        (
+            b'{"run": {"dataset": "digits", "model": "cnp", "recipe_name": "", "recipe": 3, "seed": 0}}',
+            "does not say which recipe its run has",
+        ),
     ],
 )
 def test_a_damaged_record_of_a_run_is_named(
