@@ -164,8 +164,8 @@ class Model(nn.Module, ABC):
 def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(
-            f"there is no {path}: from_pretrained needs a folder that save_pretrained, or a run's first "
-            f"checkpoint, has written to, or one of the names {', '.join(map(repr, sorted(SHIPPED)))}"
+            f"there is no {path}: from_pretrained needs a folder that save_pretrained wrote (as a run does "
+            f"with its first checkpoint), or one of the names {', '.join(map(repr, sorted(SHIPPED)))}"
         )
     content = read_json(path, "save the model again")
     fields = content if isinstance(content, dict) else {}
