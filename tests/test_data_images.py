@@ -251,6 +251,14 @@ def test_wrong_arguments_are_refused(call, message):
         call()
 
 
+def test_a_pack_of_no_images_is_said_to_be_empty(tmp_path):
+    nothing = {f"{split}_{what}": np.zeros(shape, np.uint8) for split in ("train", "test")
+               for what, shape in (("images", (0, 28, 28)), ("labels", 0))}  # fmt: skip
+    np.savez(tmp_path / "emnist.npz", **nothing)
+    with pytest.raises(ValueError, match="it is empty; prepare it again"):
+        load_images("emnist", data_dir=tmp_path, classes=range(10))
+
+
 @pytest.mark.usefixtures("celeba")
 def test_celeba_has_neither_classes_nor_other_sizes():
     with pytest.raises(ValueError, match="no classes to choose from"):
