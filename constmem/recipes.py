@@ -66,7 +66,7 @@ class Recipe:
 
 
 NAMES = ("improved", "faithful")
-_KINDS = {int: "a whole number", float: "a number"}
+_KINDS = {int: "a whole number", float: "a number", str: "text"}
 
 # data set -> (dim_x, dim_y, points a task has at most, steps of 200 epochs at the paper's batch, that batch)
 DATASETS: dict[str, tuple[int, int, int, int, int]] = {
