@@ -26,7 +26,7 @@ from typing import Any
 import record
 import torch
 
-from constmem.recipes import EVENTS, PLAIN_CMHP, Recipe, changed, known, recipe
+from constmem.recipes import EVENTS, PLAIN_CMHP, Recipe, changed, complete, known, recipe
 from constmem.results import evaluate_run
 from constmem.train import Run, train
 
@@ -110,7 +110,7 @@ def ablate(jobs: Sequence[Job], *, at_once: int, command: str) -> list[dict[str,
     path = record.RESULTS / f"{name}.json"
     content = json.loads(path.read_text()) if path.exists() else {"rows": []}
     rows: dict[str, dict[str, Any]] = {
-        json.dumps([row["variant"], row["seed"], row["settings"]], sort_keys=True): row
+        json.dumps([row["variant"], row["seed"], complete(row["settings"])], sort_keys=True): row
         for row in content["rows"]
     }
     order = list(variants())

@@ -8,7 +8,7 @@ capacity for it).
 """
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -209,6 +209,15 @@ def _architecture(dataset: str, model: str) -> dict[str, Any]:
         family = next(key for key in _DEPTHS if dataset.startswith(key))
         return dict(zip(("pre_depth", "post_depth", "decoder_depth"), _DEPTHS[family], strict=True))
     return {"std": "bounded" if dataset in ("emnist", "digits") else "exp"}
+
+
+def complete(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's settings, with those that the version it was written by did not know yet at their defaults.
+
+    >>> complete({"lr": 1.0})["start"]
+    ''
+    """
+    return asdict(Recipe()) | dict(settings)
 
 
 def changed(recipe: Recipe, overrides: Sequence[str], *, steps: int | None = None) -> Recipe:

@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import subprocess
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from constmem.data import EventLog, Table
 from constmem.files import clear_unfinished, read_json, write_text
-from constmem.recipes import Recipe
+from constmem.recipes import complete
 
 TABLE, LOG = "table.safetensors", "events.safetensors"  # the rows or events of a run on one's own data
 
@@ -67,7 +66,7 @@ def prepare(
         if not resume:
             raise FileExistsError(f"{out} holds a run already: take another --out, or go on with --resume")
         before = read_run(out)["run"]
-        before["recipe"] = asdict(Recipe()) | before["recipe"]  # of a version that knew fewer settings
+        before["recipe"] = complete(before["recipe"])
         clear_unfinished(out)
         if others := _differing(before, json.loads(json.dumps(content))):
             told = "; ".join(others)

@@ -16,7 +16,7 @@ from event_ablation import OPTIONS, ablate, jobs_of, variants
 from matplotlib.image import imread
 
 from constmem.point_processes import CMHP
-from constmem.recipes import PLAIN_CMHP, recipe
+from constmem.recipes import PLAIN_CMHP, complete, recipe
 
 TINY = ["steps=4", "batch=4", "warmup=1", "validate_every=2", "model.dim=8", "model.hidden=8"]
 
@@ -136,7 +136,7 @@ def test_committed_rows_are_of_the_variants_of_today(dataset: str) -> None:
     assert [row["variant"] for row in rows] == list(named)
     made = recipe(dataset, "cmhp")
     for row in rows:
-        assert row["settings"] == asdict(made) | {"model": made.model | named[row["variant"]]}
+        assert complete(row["settings"]) == asdict(made) | {"model": made.model | named[row["variant"]]}
 
 
 @pytest.mark.slow

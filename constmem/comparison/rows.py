@@ -9,6 +9,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from constmem.files import read_json
+from constmem.recipes import complete
 
 NAMES = {
     "emnist": "EMNIST",
@@ -94,7 +95,8 @@ def grouped(rows: Rows, *, dataset: str | None = None) -> list[Rows]:
     groups: dict[str, dict[int, dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: row.get("date", "")):
         if dataset is None or row["dataset"] == dataset:
-            key = json.dumps([row[k] for k in ("dataset", "model", "recipe", "settings")], sort_keys=True)
+            named = [row[k] for k in ("dataset", "model", "recipe")]
+            key = json.dumps([*named, complete(row["settings"])], sort_keys=True)
             groups.setdefault(key, {})[row["seed"]] = row
     if not groups:
         have = ", ".join(sorted({row["dataset"] for row in rows})) or "no rows at all"
