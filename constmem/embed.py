@@ -35,7 +35,7 @@ class MLP(nn.Module):
 
 
 def perceptron(
-    x: Float[Tensor, "*b i"], layers: Iterable[tuple[Float[Tensor, "o i"], Float[Tensor, " o"]]]
+    x: Float[Tensor, "*b i"], layers: Iterable[tuple[Float[Tensor, "_o _i"], Float[Tensor, " _o"]]]
 ) -> Float[Tensor, "*b o"]:
     """Linear layers, each a weight and a bias, with ReLU between them."""
     in_place = not torch.is_grad_enabled()  # what is needed no more is written over: a sixth faster
