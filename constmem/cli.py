@@ -124,13 +124,14 @@ def train(
             f"{', '.join(given)}: these are for files of your own, but {dataset!r} is none: their names end "
             f"in {', '.join(_FILES)}"
         )
-    from constmem.recipes import EVENTS, changed
+    from constmem.recipes import EVENTS, changed, unused
     from constmem.recipes import recipe as settings_of
     from constmem.train import Run
     from constmem.train import train as run_training
 
     model = model or ("cmhp" if dataset in EVENTS else "cmanp")
-    settings = changed(settings_of(dataset, model, recipe), change or [], steps=steps)
+    chosen = settings_of(dataset, model, recipe)
+    settings = changed(chosen, change or [], steps=steps, unused=unused(dataset))
     run = Run(dataset, model, recipe, settings, seed)
     folder = out or Path("runs") / f"{dataset}-{model}-{recipe}-{seed}"
     run_training(run, out=folder, data_dir=data_dir, device=device, resume=resume, compiled=compiled)

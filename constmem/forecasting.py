@@ -6,7 +6,7 @@ from typing import Any
 
 from constmem.data import EventLog
 from constmem.point_processes import PointProcess
-from constmem.recipes import changed, event_recipe
+from constmem.recipes import UNUSED, changed, event_recipe
 from constmem.train import Run, train
 
 
@@ -38,7 +38,7 @@ def train_events(
         columns: where the events are from, for the record.
     """
     recipe = event_recipe(model, num_marks=log.events.num_marks)
-    recipe = changed(recipe, change or [], steps=steps)
+    recipe = changed(recipe, change or [], steps=steps, unused=UNUSED["events"])
     run = Run(log.name, model, "own data", recipe, seed, columns or {"file": None})
     folder = train(run, out=Path(out), table=log, device=device, resume=resume, compiled=compiled)
     return PointProcess.from_pretrained(folder, device=device)

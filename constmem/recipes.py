@@ -106,6 +106,12 @@ _TINY: dict[str, Any] = {  # learns to look at its context, which takes a thousa
     "embed_depth": 3, "residual": "raw",
 }  # fmt: skip
 _MATCHED = {"depth": 3}  # a CMANP with about as many parameters as LBANP
+UNUSED = {  # settings that a kind of data has no use for
+    "images": ("jitter", "reads"),
+    "gp": ("augment", "jitter", "max_points", "num_targets", "reads", "skew"),
+    "table": ("augment", "reads"),
+    "events": ("augment", "jitter", "max_points", "num_targets", "skew"),
+}
 VARIANTS: dict[str, dict[str, Any]] = {"tiny": _TINY, "small": _SMALL, "matched": _MATCHED}  # of points
 
 
@@ -220,8 +226,15 @@ def complete(settings: Mapping[str, Any]) -> dict[str, Any]:
     return asdict(Recipe()) | dict(settings)
 
 
-def changed(recipe: Recipe, overrides: Sequence[str], *, steps: int | None = None) -> Recipe:
-    """The recipe with `key=value` (or `model.key=value`) changes; an unknown key is an error.
+def unused(dataset: str) -> tuple[str, ...]:
+    """The settings that a data set is never asked about."""
+    return UNUSED["events" if dataset in EVENTS else "gp" if dataset == "gp" else "images"]
+
+
+def changed(
+    recipe: Recipe, overrides: Sequence[str], *, steps: int | None = None, unused: Sequence[str] = ()
+) -> Recipe:
+    """The recipe with `key=value` (or `model.key=value`) changes; an unknown or unused key is an error.
 
     Given a number of steps, the warm-up is no more than a tenth of them, unless it is told too.
     """
@@ -234,6 +247,8 @@ def changed(recipe: Recipe, overrides: Sequence[str], *, steps: int | None = Non
             raise ValueError(f"{item!r} is not of the form key=value")
         if key in ("model.dim_x", "model.dim_y", "model.num_marks"):
             raise ValueError(f"{key} cannot be set: the data say it")
+        if key in unused:
+            raise ValueError(f"{key} means nothing for these data: leave --set {item} out")
         if key.startswith("model."):
             content["model"][key.removeprefix("model.")] = _literal(value)
         else:

@@ -6,7 +6,7 @@ from typing import Any
 
 from constmem.data import Table
 from constmem.neural_processes import NeuralProcess
-from constmem.recipes import changed, table_recipe
+from constmem.recipes import UNUSED, changed, table_recipe
 from constmem.train import LOG_EVERY, Run, train
 
 
@@ -39,7 +39,7 @@ def train_table(
     (rows, dim_x), dim_y = table.x.shape, table.y.shape[1]
     grouped = table.groups is not None
     recipe = table_recipe(model, dim_x=dim_x, dim_y=dim_y, rows=rows, grouped=grouped)
-    recipe = changed(recipe, change or [], steps=steps)
+    recipe = changed(recipe, change or [], steps=steps, unused=UNUSED["table"])
     run = Run(table.name, model, "own data", recipe, seed, columns or {"file": None})
     told = any(item.startswith("validate_every=") for item in change or [])
     every = None if told else max(recipe.steps // 20 // LOG_EVERY * LOG_EVERY, LOG_EVERY)
