@@ -109,7 +109,7 @@ def evaluate_events(model: EventPredictor, events: Events, *, positions: int | N
 @torch.no_grad()
 def rescaled_times(
     model: EventPredictor, events: Events, *, positions: int | None = None
-) -> Float64[Tensor, "n"]:
+) -> Float64[Tensor, " n"]:
     """The integrated hazard Λ = -log P(a longer gap) of every scored gap, as the model predicted it.
 
     If the model is true they are independent and exponential with mean 1, and the probability
@@ -120,7 +120,7 @@ def rescaled_times(
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64, device=events.device)
 
 
-def ks_statistic(rescaled: Float64[Tensor, "n"]) -> float:
+def ks_statistic(rescaled: Float64[Tensor, " n"]) -> float:
     """The largest distance between the distribution of rescaled times and the exponential with mean 1."""
     n = len(rescaled)
     if not n:
@@ -148,7 +148,7 @@ def ks_p_value(distance: float, n: int) -> float:
 @torch.no_grad()
 def mark_confusion(
     model: EventPredictor, events: Events, *, commonest: int = 10, positions: int | None = None
-) -> tuple[Int64[Tensor, "k"], Int64[Tensor, "k k1"]]:
+) -> tuple[Int64[Tensor, " k"], Int64[Tensor, "k k1"]]:
     """How often the likeliest mark was which, for each of the commonest true marks.
 
     Returns the marks, commonest first, and counts [true, predicted], with one more column for
@@ -195,7 +195,7 @@ def _parts(
             state = model.condition(piece, initial=state)
 
 
-def _scores(events: Events, sums: dict[str, float], rescaled: Float64[Tensor, "n"]) -> EventScores:
+def _scores(events: Events, sums: dict[str, float], rescaled: Float64[Tensor, " n"]) -> EventScores:
     """Sums over all scored events as means, each over its own kind."""
     count = sums.get("events", 0.0)
     if not count:
@@ -223,7 +223,7 @@ def _scores(events: Events, sums: dict[str, float], rescaled: Float64[Tensor, "n
     )
 
 
-def _rescaled(part: Events, scored: Bool[Tensor, "b t"], forecast: Forecast) -> Float64[Tensor, "n"]:
+def _rescaled(part: Events, scored: Bool[Tensor, "b t"], forecast: Forecast) -> Float64[Tensor, " n"]:
     log_survival: Tensor = forecast.gap.log_survival(part.gaps)
     return -log_survival.double()[scored]
 
@@ -262,6 +262,6 @@ def _likeliest(logits: Float[Tensor, "b t marks"], known: Bool[Tensor, "b t"]) -
     return logits[known].topk(min(5, logits.shape[-1]), -1).indices
 
 
-def _coverage(rescaled: Float64[Tensor, "n"]) -> dict[str, float]:
+def _coverage(rescaled: Float64[Tensor, " n"]) -> dict[str, float]:
     off_centre = (0.5 - torch.exp(-rescaled)).abs()
     return {str(level): float((off_centre <= level / 2).double().mean()) for level in LEVELS}

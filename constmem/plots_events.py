@@ -108,7 +108,7 @@ def hazard_picture(
     return save_figure(figure, path)
 
 
-def fit_picture(rescaled: Mapping[str, Float64[Tensor, "n"]], path: File, *, title: str) -> Path:
+def fit_picture(rescaled: Mapping[str, Float64[Tensor, " n"]], path: File, *, title: str) -> Path:
     """Rescaled times against the exponential they should follow, and their histogram as probabilities.
 
     Grey is where 95 % of the points (of the bars) of a true model would lie, each on its own.
@@ -146,7 +146,7 @@ def fit_picture(rescaled: Mapping[str, Float64[Tensor, "n"]], path: File, *, tit
 
 
 def confusion_picture(
-    shown: Int64[Tensor, "k"],
+    shown: Int64[Tensor, " k"],
     counts: Int64[Tensor, "k k1"],
     path: File,
     *,
@@ -203,7 +203,7 @@ def _panes(title: str, *, height: float, **more: Any) -> tuple[Any, Any, Any]:
     return figure, above, below
 
 
-def _density(gap: Any, grid: Float64[Tensor, "g"]) -> Float64[Tensor, "g t"]:
+def _density(gap: Any, grid: Float64[Tensor, " g"]) -> Float64[Tensor, "g t"]:
     """The densities of the logarithms of gaps that are foretold for one sequence."""
     value = grid[:, None, None].expand(-1, *gap.batch_shape)
     out: Tensor = (gap.log_prob(value).exp() * value)[:, 0].double().cpu()
@@ -216,7 +216,7 @@ def _quantile(gap: Any, level: float) -> Tensor:
     return out
 
 
-def _hazard_axis(hazard: Float64[Tensor, "g"], gaps: Float64[Tensor, "n"]) -> dict[str, Any]:
+def _hazard_axis(hazard: Float64[Tensor, " g"], gaps: Float64[Tensor, " n"]) -> dict[str, Any]:
     """A logarithmic axis where events come in bursts: a linear one would show nothing but these.
 
     It goes down to the end of the longest silence; dips right after events may leave it.

@@ -1,6 +1,7 @@
 """From a run's folder to its row: scores on the test sets, beside the published figures."""
 
 import json
+import logging
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -55,6 +56,8 @@ PUBLISHED: dict[str, dict[str, dict[str, float]]] = {
     "taxi": {"thp": {"test": -0.372}, "gru": {"test": -0.453}},  # NLL an event, as EasyTPP reports it
 }  # fmt: skip
 
+_log = logging.getLogger("constmem")
+
 
 def source_of(
     folder: Path, run: dict[str, Any], *, data_dir: Path | None, device: torch.device
@@ -94,7 +97,11 @@ def evaluate_run(folder: Path, *, data_dir: Path | None, device: str) -> dict[st
         "torch": torch.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
-    write_text(folder / "eval.json", json.dumps(row, indent=1) + "\n")
+    try:
+        write_text(folder / "eval.json", json.dumps(row, indent=1) + "\n")
+    except OSError:
+        _log.warning("these scores could not be kept: %s", json.dumps(row))  # they took a while to get
+        raise
     return row
 
 

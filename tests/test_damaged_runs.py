@@ -8,11 +8,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from constmem import files, train
+from constmem import files, results, train
 from constmem.comparison import read_rows
 from constmem.files import advice_on, read_tensors, write_bytes, write_tensors
 from constmem.log import Log, read_metrics
@@ -171,6 +172,16 @@ def test_a_full_disk_is_told_with_the_file_that_was_meant(
         write_bytes(tmp_path / "a", b"new")
     assert "make room" in advice_on(caught.value)
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]
+
+
+def test_scores_that_cannot_be_kept_are_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(results, "write_text", mock.Mock(side_effect=OSError(errno.ENOSPC, "no space left")))
+    with caplog.at_level(logging.WARNING, "constmem"), pytest.raises(OSError, match="no space"):
+        scored(folder)
+    (told,) = (r.getMessage() for r in caplog.records if "could not be kept" in r.getMessage())
+    assert json.loads(told.partition(": ")[2])["scores"]["test"]["points"] > 0
 
 
 def test_a_folder_without_a_run_says_so(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class EventLog:
     """
 
     events: Events
-    split: Int64[Tensor, "b"] | None
+    split: Int64[Tensor, " b"] | None
     labels: list[str]
     name: str = "events"
 
@@ -164,7 +164,7 @@ class EventLog:
         return {name: t for name, t in found.items() if t is not None}
 
 
-def _drawn(events: Events, name: str) -> Int64[Tensor, "b"]:
+def _drawn(events: Events, name: str) -> Int64[Tensor, " b"]:
     """A tenth of the sequences each to validate and to test on, the same for as many sequences."""
     count = len(events)
     if count < LEAST:

@@ -40,8 +40,8 @@ class Events:
     times: Float64[Tensor, "b t"]
     marks: Int64[Tensor, "b t"]
     mask: Bool[Tensor, "b t"]
-    t_start: Float64[Tensor, "b"]
-    t_end: Float64[Tensor, "b"] | None
+    t_start: Float64[Tensor, " b"]
+    t_end: Float64[Tensor, " b"] | None
     unit: str
     num_marks: int
 
@@ -148,7 +148,7 @@ class Events:
         return f"Events({size}, times in {self.unit!r}, on {self.device})"
 
     @property
-    def lengths(self) -> Int[Tensor, "b"]:
+    def lengths(self) -> Int[Tensor, " b"]:
         """How many events each sequence has."""
         return self.mask.sum(-1)
 
@@ -184,7 +184,7 @@ class Events:
             )
         return _trusted(**moved)
 
-    def select(self, index: Int[Tensor, "k"] | Bool[Tensor, "b"] | slice | Sequence[int]) -> "Events":
+    def select(self, index: Int[Tensor, " k"] | Bool[Tensor, " b"] | slice | Sequence[int]) -> "Events":
         """Some of the sequences, by numbers, a boolean mask or a slice; padding stays (see `trim`)."""
         if not isinstance(index, Tensor | slice):
             index = torch.as_tensor(list(index), dtype=torch.long, device=self.device)
@@ -244,7 +244,7 @@ class EventLogProb:
 
     time: Float[Tensor, "b t"]
     mark: Float[Tensor, "b t"]
-    survival: Float[Tensor, "b"] | None
+    survival: Float[Tensor, " b"] | None
     scored: Bool[Tensor, "b t"]
 
     @property

@@ -46,9 +46,9 @@ class GaussianProcess:
     """
 
     kernel: Kernel
-    length: Float64[Tensor, "b"]
-    scale: Float64[Tensor, "b"]
-    period: Float64[Tensor, "b"] | None = None
+    length: Float64[Tensor, " b"]
+    scale: Float64[Tensor, " b"]
+    period: Float64[Tensor, " b"] | None = None
     noise: float = NOISE
 
     def __post_init__(self) -> None:

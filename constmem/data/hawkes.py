@@ -67,7 +67,7 @@ class Hawkes(Process):
         return len(self.base)
 
     @property
-    def mean_rates(self) -> Float64[Tensor, "k"]:
+    def mean_rates(self) -> Float64[Tensor, " k"]:
         """Events of each mark in a unit of time, in the long run: (1 - Σ_j branching_j)⁻¹ base."""
         total = self._matrices(torch.device("cpu")).sum(0)
         base = torch.tensor(self.base, dtype=torch.float64)
@@ -125,7 +125,7 @@ class Hawkes(Process):
         log_total, compensator, log_mark = (_columns(part, gaps) for part in (totals, spent, shares))
         return Hazards(log_total, compensator, log_mark, tail)
 
-    def _spent(self, state: Tensor, gap: Tensor) -> Float64[Tensor, "b"]:
+    def _spent(self, state: Tensor, gap: Tensor) -> Float64[Tensor, " b"]:
         """The compensator of a gap: Σ base · gap + Σ_j hazard_j (1 - exp(-decay_j gap)) / decay_j."""
         decay = torch.tensor(self.decay, dtype=torch.float64, device=state.device)
         excited = state.sum(-1) * -torch.expm1(-decay * gap[:, None]) / decay

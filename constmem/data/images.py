@@ -35,14 +35,14 @@ class Images:
     """
 
     pixels: UInt8[Tensor, "n h w c"]
-    labels: Int64[Tensor, "n"] | None
+    labels: Int64[Tensor, " n"] | None
     name: str
     source: str
 
     def __len__(self) -> int:
         return self.pixels.shape[0]
 
-    def take(self, index: Int64[Tensor, "k"]) -> "Images":
+    def take(self, index: Int64[Tensor, " k"]) -> "Images":
         """Some of the images, in the order of `index`."""
         labels = None if self.labels is None else self.labels[index]
         return replace(self, pixels=self.pixels[index], labels=labels)

@@ -43,7 +43,7 @@ def one_sequence(what: str, k: int, row: Any, *, whole: bool = False) -> Tensor:
     return values.long()
 
 
-def bounds_of(name: str, bounds: Bounds, count: int) -> Float64[Tensor, "b"]:
+def bounds_of(name: str, bounds: Bounds, count: int) -> Float64[Tensor, " b"]:
     """One number a sequence, from as many or from one for all."""
     values = torch.as_tensor(
         np.asarray(bounds, dtype=np.float64) if not isinstance(bounds, Tensor) else bounds

@@ -21,7 +21,7 @@ from torch import Tensor
 from constmem import checks
 from constmem.data.events import EventLogProb, Events
 
-Step = tuple[Float64[Tensor, "b"], Int64[Tensor, "b"], Tensor]  # gap, mark, state after it
+Step = tuple[Float64[Tensor, " b"], Int64[Tensor, " b"], Tensor]  # gap, mark, state after it
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Hazards:
     log_total: Float64[Tensor, "b t"]
     compensator: Float64[Tensor, "b t"]
     log_mark: Float64[Tensor, "b t"]
-    tail: Float64[Tensor, "b"] | None  # compensator from the last event to t_end
+    tail: Float64[Tensor, " b"] | None  # compensator from the last event to t_end
 
 
 class Process(ABC):
@@ -103,7 +103,7 @@ class Process(ABC):
         self._check(events)
         return torch.where(events.mask, self._hazards(events).compensator, 0.0)
 
-    def hazard(self, events: Events, times: Float64[Tensor, "g"]) -> Float64[Tensor, "g"]:
+    def hazard(self, events: Events, times: Float64[Tensor, " g"]) -> Float64[Tensor, " g"]:
         """The hazard of any event at each of some times, given the events of one sequence before it."""
         self._check(events)
         if len(events) != 1:
@@ -127,7 +127,7 @@ class Process(ABC):
             )
 
 
-def last_times(events: Events) -> Float64[Tensor, "b"]:
+def last_times(events: Events) -> Float64[Tensor, " b"]:
     """When each sequence's last event was; t_start without any."""
     return events.times[:, -1] if events.times.shape[1] else events.t_start
 

@@ -82,7 +82,7 @@ class TableTasks:
         x, y = (t.to(self.x)[None] for t in (table.x, table.y))
         yield Task(self.x[None, :limit], self.y[None, :limit], x, y)
 
-    def _tasks(self, chosen: Int64[Tensor, "b"], generator: torch.Generator, skew: float) -> Task:
+    def _tasks(self, chosen: Int64[Tensor, " b"], generator: torch.Generator, skew: float) -> Task:
         device, batch, most = self.x.device, len(chosen), self.max_context
         sizes = self.counts[chosen]
         drawn = draw_skewed(batch, low=0, high=most, skew=skew, generator=generator).to(device)
@@ -94,7 +94,7 @@ class TableTasks:
         return Task(xc, yc, xt, yt, first(context, most), slots < sizes[:, None])
 
     def _shuffled(
-        self, sizes: Int64[Tensor, "b"], count: int, generator: torch.Generator
+        self, sizes: Int64[Tensor, " b"], count: int, generator: torch.Generator
     ) -> Int64[Tensor, "b n"]:
         """Distinct rows of each group in random order; the last again and again where there are too few.
 

@@ -9,7 +9,7 @@ LEAST = 3  # of context points, and of targets
 
 def draw_counts(
     batch: int, *, generator: torch.Generator, max_points: int
-) -> tuple[Int[Tensor, "b"], Int[Tensor, "b"]]:
+) -> tuple[Int[Tensor, " b"], Int[Tensor, " b"]]:
     """Context and target counts for each task: Nc ~ U{3..max-4}, then Nt ~ U{3..max-1-Nc}."""
     if max_points < 2 * LEAST + 1:
         raise ValueError(
@@ -20,7 +20,7 @@ def draw_counts(
     return _counts(u, max_points)
 
 
-def _counts(u: Float[Tensor, "2 b"], max_points: int) -> tuple[Int[Tensor, "b"], Int[Tensor, "b"]]:
+def _counts(u: Float[Tensor, "2 b"], max_points: int) -> tuple[Int[Tensor, " b"], Int[Tensor, " b"]]:
     """Counts from numbers of the unit square."""
     context = LEAST + (u[0] * (max_points - 2 * LEAST)).long()
     targets = LEAST + (u[1] * (max_points - LEAST - context)).long()
@@ -66,7 +66,7 @@ def draw_split(
 
 def draw_skewed(
     batch: int, *, low: int, high: int, skew: float, generator: torch.Generator
-) -> Int[Tensor, "b"]:
+) -> Int[Tensor, " b"]:
     """Counts from low to high whose frequency falls like (1 - position)^(skew - 1).
 
     A skew of 1 is uniform; one of 2 falls linearly, as the number of targets of the reference
@@ -79,6 +79,6 @@ def draw_skewed(
     return low + (position * (high + 1 - low)).long().clamp_max(high - low)
 
 
-def first(counts: Int[Tensor, "b"], slots: int) -> Bool[Tensor, "b n"]:
+def first(counts: Int[Tensor, " b"], slots: int) -> Bool[Tensor, "b n"]:
     """A mask whose first `counts` of `slots` points are real."""
     return torch.arange(slots, device=counts.device) < counts[:, None]

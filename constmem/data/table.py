@@ -40,7 +40,7 @@ class Table:
 
     x: Float64[Tensor, "n x"]
     y: Float64[Tensor, "n y"]
-    groups: Int64[Tensor, "n"] | None = None
+    groups: Int64[Tensor, " n"] | None = None
     name: str = "table"
     labels: tuple[str, ...] = ()
 
@@ -123,7 +123,7 @@ class Table:
         groups = "" if self.groups is None else f" in {self.num_groups:,} groups"
         return f"{self.name}: {len(self):,} rows{groups}, {self.x.shape[1]} inputs, {self.y.shape[1]} outputs"
 
-    def take(self, index: Int64[Tensor, "k"]) -> "Table":
+    def take(self, index: Int64[Tensor, " k"]) -> "Table":
         """Some of the rows, in the order of `index`."""
         groups = None if self.groups is None else self.groups[index]
         return Table(self.x[index], self.y[index], groups, self.name, self.labels)

@@ -74,12 +74,12 @@ class Task:
         return self.xc.shape[0]
 
     @property
-    def num_context(self) -> Int[Tensor, "b"]:
+    def num_context(self) -> Int[Tensor, " b"]:
         """How many real context points each task has."""
         return _count(self.xc, self.mask_c)
 
     @property
-    def num_targets(self) -> Int[Tensor, "b"]:
+    def num_targets(self) -> Int[Tensor, " b"]:
         """How many real target points each task has: what a sum of log-likelihoods is divided by."""
         return _count(self.xt, self.mask_t)
 

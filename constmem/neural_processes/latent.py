@@ -72,7 +72,7 @@ class LatentProcess(NeuralProcess[S, Sampled]):
         """Mean and unconstrained deviation of the latent."""
 
     @abstractmethod
-    def _represent(self, context: Any, xt: Tensor) -> Float[Tensor, "b #m d"]:
+    def _represent(self, context: Any, xt: Tensor) -> Float[Tensor, " b #m d"]:
         """What a context says about each target, or about all of them."""
 
     def latent(self, state: S) -> Normal:

@@ -56,7 +56,7 @@ class Clock:
         origin, since = _origin(first, last)
         return Clock(f"time{since} ({shown}s)", origin, seconds / SECONDS[shown], dates=False)
 
-    def __call__(self, times: Float64[Tensor, "n"]) -> Any:
+    def __call__(self, times: Float64[Tensor, " n"]) -> Any:
         """Where on the axis these times are."""
         return ((times.detach().cpu().double() - self.origin) * self.scale).numpy()
 

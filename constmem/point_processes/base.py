@@ -64,7 +64,7 @@ class PointProcess(EventModel, Generic[S]):
 
     # What follows
 
-    def empty(self, start: Float64[Tensor, "b"], *, last_time: Float64[Tensor, "b"] | None = None) -> S:
+    def empty(self, start: Float64[Tensor, " b"], *, last_time: Float64[Tensor, " b"] | None = None) -> S:
         """The state of having seen nothing of streams whose watch began at `start`.
 
         Args:
@@ -92,10 +92,10 @@ class PointProcess(EventModel, Generic[S]):
     def update(
         self,
         state: S,
-        times: Float[Tensor, "b *k"],
-        marks: Int64[Tensor, "b *k"] | None = None,
+        times: Float[Tensor, " b *k"],
+        marks: Int64[Tensor, " b *k"] | None = None,
         *,
-        mask: Bool[Tensor, "b *k"] | None = None,
+        mask: Bool[Tensor, " b *k"] | None = None,
         chunk: int = 4096,
     ) -> S:
         """The state after one more event of each stream, (b,), or a few, (b, k).

@@ -62,7 +62,7 @@ def windows(before: Shaped[Tensor, "b k"], each: Shaped[Tensor, "b t"]) -> Shape
     return torch.cat([before, each[:, :-1]], 1).unfold(1, before.shape[1], 1)
 
 
-def pieces(events: Events, last_time: Float64[Tensor, "b"], chunk: int) -> Iterator[Chunk]:
+def pieces(events: Events, last_time: Float64[Tensor, " b"], chunk: int) -> Iterator[Chunk]:
     """Cut sequences into chunks; gaps are counted from the event before, or from `last_time`."""
     for i in range(0, events.times.shape[1], chunk):
         here = slice(i, i + chunk)
@@ -75,7 +75,7 @@ def pieces(events: Events, last_time: Float64[Tensor, "b"], chunk: int) -> Itera
 
 
 def streamed(
-    last_time: Float64[Tensor, "b"],
+    last_time: Float64[Tensor, " b"],
     times: Tensor,
     marks: Tensor | None,
     mask: Tensor | None,

@@ -213,7 +213,7 @@ class CMHP(PointProcess[ConstantState]):
         self,
         value: Float[Tensor, "n depth h s c"],
         lse: Float[Tensor, "n depth h s"],
-        clock: Float64[Tensor, "n"],
+        clock: Float64[Tensor, " n"],
         gaps: Float64[Tensor, "n k"],
         marks: Int64[Tensor, "n k"],
     ) -> Float[Tensor, "n d"]:

@@ -29,11 +29,11 @@ class EventState:
         fingerprint: which weights made it; None when unknown (or still being trained).
     """
 
-    start: Float64[Tensor, "b"]
-    last_time: Float64[Tensor, "b"]
-    last_gap: Float64[Tensor, "b"]
-    last_mark: Int64[Tensor, "b"]
-    count: Int64[Tensor, "b"]
+    start: Float64[Tensor, " b"]
+    last_time: Float64[Tensor, " b"]
+    last_gap: Float64[Tensor, " b"]
+    last_mark: Int64[Tensor, " b"]
+    count: Int64[Tensor, " b"]
     memory: dict[str, Tensor]
     fingerprint: str | None = None
 
