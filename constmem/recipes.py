@@ -146,8 +146,8 @@ def recipe(dataset: str, model: str, name: str = "improved") -> Recipe:
         "emnist": {"steps": 8000} if base_model in _CNP_FAMILY else {},
         "celeba32": {"steps": 6000} if base_model in _CNP_FAMILY else {},
         "digits": {"steps": 2600, "batch": 32, "lr": 3e-3, "num_targets": 20, "warmup": 100},
-        "celeba64": {"steps": 5000, "batch": 64, "num_targets": 400},
-        "celeba128": {"steps": 4000, "batch": 32, "num_targets": 800},
+        "celeba64": {"steps": 12_000, "batch": 64, "num_targets": 400},
+        "celeba128": {"steps": 10_000, "batch": 32, "num_targets": 800},
         "gp": {"steps": 16_000, "batch": 128},
     }.get(dataset, {})
     return replace(
