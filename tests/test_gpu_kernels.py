@@ -366,6 +366,18 @@ def test_nothing_is_captured_while_learning(captures: list[Any]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("mine", [True, False])
+def test_nan_in_a_merged_lse_stays_nan_in_the_kernel(mine: bool) -> None:
+    value, lse = torch.zeros(1, 2, 3, device="cuda").double(), torch.zeros(1, 2, device="cuda").double()
+    spoilt = lse.clone()
+    spoilt[0, 1] = float("nan")
+    merged, merged_lse = gpu.merge(value, *((spoilt, value, lse) if mine else (lse, value, spoilt)))
+    assert merged_lse.isnan().tolist() == [[False, True]]
+    assert merged.isnan().any(-1).tolist() == [[False, True]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize(("precision", "tolerance"), [("highest", 1e-5), ("high", 2e-3)])
 @pytest.mark.parametrize("tasks", [1, 3, gpu.FEWEST + 1])
 @torch.no_grad()

@@ -18,7 +18,7 @@ MERGED = 64  # slots a program merges
 @triton.jit
 def _mixed(a, b, mine, theirs):
     """log(exp(a) + exp(b)), and what lies between the two values by sigmoid(b - a)."""
-    lesser = tl.exp(tl.minimum(a, b) - tl.maximum(a, b))
+    lesser = tl.exp(-tl.abs(a - b))  # NaN if one of them is, which a minimum or maximum would lose
     first = (a >= b)[:, None]
     near, far = tl.where(first, mine, theirs), tl.where(first, theirs, mine)
     return tl.maximum(a, b) + tl.log(1.0 + lesser), near + (far - near) * (lesser / (1.0 + lesser))[:, None]
