@@ -1,5 +1,6 @@
 """Checks at the public border: what is wrong, where, and what to do about it."""
 
+from collections.abc import Mapping
 from itertools import chain
 from math import isfinite
 
@@ -46,6 +47,16 @@ def surely_finite(*tensors: Tensor) -> bool:
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     sums = [t.detach().sum(dtype=wide) for t in tensors]
     return isfinite(sum(sums[1:], sums[0]).item())
+
+
+def first_not_finite(named: Mapping[str, Tensor]) -> str | None:
+    """The name of the first tensor with a NaN or infinity in it, if any: one wait for a GPU."""
+    names = [name for name, tensor in named.items() if tensor.is_floating_point()]
+    if not names:
+        return None
+    where = named[names[0]].device
+    good = torch.stack([named[name].isfinite().all().to(where, non_blocking=True) for name in names])
+    return next((name for name, fine in zip(names, good.tolist(), strict=True) if not fine), None)
 
 
 def tensors(**given: object) -> None:

@@ -4,13 +4,13 @@ import contextlib
 import json
 import logging
 import time
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
 from constmem.files import write_text
 
-FILE = "metrics.jsonl"
+FILE, BOARD = "metrics.jsonl", "tensorboard"
 _log = logging.getLogger("constmem")
 
 
@@ -34,13 +34,18 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return entries
 
 
+def _finite(entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry without its numbers that are not finite: JSON has no word for them."""
+    return {key: value for key, value in entry.items() if not isinstance(value, float) or isfinite(value)}
+
+
 class Log:
     """metrics.jsonl, one line an entry; TensorBoard beside it where that is installed."""
 
     def __init__(self, out: Path, done: int, statement: str) -> None:
         self.path = out / FILE
         self.start = time.monotonic()
-        entries = [entry for entry in read_metrics(out) if entry.get("step", 0) <= done]
+        entries = [_finite(entry) for entry in read_metrics(out) if entry.get("step", 0) <= done]
         if done and not any("step" in entry for entry in entries):
             _log.warning(f"{self.path} is lost: which weights validated best is judged anew from step {done}")
         self.before = max((entry.get("seconds", 0.0) for entry in entries), default=0.0)
@@ -51,9 +56,15 @@ class Log:
         with contextlib.suppress(ImportError):
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(str(out / "tensorboard"), purge_step=done)
+            self.board = SummaryWriter(str(out / BOARD), purge_step=done)
+
+    def close(self) -> None:
+        """Let go of TensorBoard's file."""
+        if self.board is not None:
+            self.board.close()
 
     def _write(self, entry: dict[str, float], step: int) -> None:
+        entry = _finite(entry)
         seconds = round(self.before + time.monotonic() - self.start, 2)
         try:
             with self.path.open("a") as file:

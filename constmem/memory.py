@@ -60,6 +60,8 @@ class Peak:
 def require(needed: int, device: torch.device, what: str) -> None:
     """Refuse work that would need more than there is, saying how much of both.
 
+    Nobody is asked while work is compiled or captured, and so not when that is run either: ask before.
+
     Args:
         needed: bytes at the worst moment, as estimated.
         what: who would need them, and for what.

@@ -1,9 +1,12 @@
 """What the folder of a run says of how it was made, and the data of one's own that it keeps."""
 
+import contextlib
 import json
 import os
 import platform
+import shutil
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +14,17 @@ import torch
 
 from constmem.data import EventLog, Table
 from constmem.files import clear_unfinished, read_json, write_text
+from constmem.log import BOARD
+from constmem.log import FILE as METRICS
 from constmem.recipes import complete
 
+RUN = "run.json"
 TABLE, LOG = "table.safetensors", "events.safetensors"  # the rows or events of a run on one's own data
 
 
 def read_run(folder: Path) -> dict[str, Any]:
     """What a run's folder says of how it was made: its run.json."""
-    path, again = folder / "run.json", "train again, in another folder"
+    path, again = folder / RUN, "train again, in another folder"
     if not path.is_file():
         raise FileNotFoundError(f"there is no run in {folder}: train one there first")
     about: Any = read_json(path, again)
@@ -60,7 +66,7 @@ def prepare(
     run: dict[str, Any], out: Path, *, resume: bool, own: Table | EventLog | None, where: torch.device
 ) -> None:
     """Write down how a run is made; of a folder that holds one, make sure that it is the same."""
-    path = out / "run.json"
+    path = out / RUN
     content = {key: value for key, value in run.items() if value is not None}
     if path.exists():
         if not resume:
@@ -87,6 +93,40 @@ def prepare(
     if own is not None:
         own.save(out / (TABLE if isinstance(own, Table) else LOG))
     write_text(path, json.dumps(about, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def tentative(out: Path) -> Iterator[Callable[[], None]]:
+    """Take back what was written for a run that ended, by an error or Ctrl-C, before its first step.
+
+    Yields what to call once a step is taken: then all stays. What was there before stays in any case.
+    """
+    before = set(out.iterdir()) if out.is_dir() else set()
+    folders = [path for path in (out, *out.parents) if not path.exists()]
+    stays = out / RUN in before
+
+    def took_a_step() -> None:
+        nonlocal stays
+        stays = True
+
+    try:
+        yield took_a_step
+    except BaseException:
+        if not stays:
+            _take_back({out / name for name in (RUN, METRICS, TABLE, LOG, BOARD)} - before, folders)
+        raise
+
+
+def _take_back(paths: set[Path], folders: list[Path]) -> None:
+    """Delete these, as far as they are there, and those of the folders that are empty then."""
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # something else is in it
+        for folder in folders:
+            folder.rmdir()
 
 
 def device_name(where: torch.device) -> str:

@@ -101,7 +101,8 @@ def _require_sizes(recipe: Recipe, pixels: int) -> None:
 def _task_loss(
     model: NeuralProcess, loss_of: Callable[..., Tensor], task: Task, generator: torch.Generator | None
 ) -> Tensor:
-    noise = model.loss_noise(task.xc, generator=generator)  # out here: no generator can be compiled
+    model.afford(*task.xc.shape[:2], task.xt.shape[1])  # out here: a compiled loss cannot ask,
+    noise = model.loss_noise(task.xc, generator=generator)  # and no generator can be compiled
     return loss_of(task.xc, task.yc, task.xt, task.yt, mask_c=task.mask_c, mask_t=task.mask_t, noise=noise)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from constmem import capture, checkpoint, checks, neural_processes, point_processes, run_folder
 from constmem.data import EventLog, Table
+from constmem.keeping import Keeper, Losses, StoppedError
 from constmem.log import Log
 from constmem.memory import Peak
 from constmem.model import Model
@@ -38,10 +39,6 @@ class Run:
     recipe: Recipe
     seed: int = 0
     columns: dict[str, Any] | None = None  # of data of one's own: the file, and what its columns are
-
-
-class StoppedError(RuntimeError):
-    """A run came to an early end; the message says why, and how to go on."""
 
 
 def build(run: Run) -> Any:
@@ -89,47 +86,39 @@ def train(
     goes_on = resume and (out / checkpoint.FILE).exists()
     if run.recipe.start and not goes_on:
         _begin_with(model, run.recipe.start)
-    run_folder.prepare(asdict(run), out, resume=resume, own=table, where=where)
-    peak = Peak(where)
     optimiser = _optimiser(model, run.recipe, where)
     ragged = run.recipe.sampling == "ragged"  # lengths and seeds are needed here: no device is waited for
     generator = torch.Generator("cpu" if ragged else where).manual_seed(run.seed)
     step_of = _stepper(run.recipe, model, optimiser, source, generator, compiled=compiled)
     kept: dict[str, Any] = {"model": model, "optimiser": optimiser, "generator": generator}
-    done = checkpoint.load(out, **kept) if goes_on else 0
-    log = Log(out, done, source.statement)
-
-    def save(step: int) -> None:
-        checkpoint.save(out, **kept, step=step)
-        if log.best is None:
-            model.save_pretrained(out)
-
     every = validate_every or run.recipe.validate_every
     last = min(run.recipe.steps, stop_after or run.recipe.steps)
-    saved = time.monotonic()
-    with (
-        _arithmetic(run.recipe.precision, where),
-        progress(f"{run.dataset}/{run.model}", run.recipe.steps) as report,
-        _interruptible() as interrupted,
-    ):
+    with contextlib.ExitStack() as stack:
+        took_a_step = stack.enter_context(run_folder.tentative(out))
+        run_folder.prepare(asdict(run), out, resume=resume, own=table, where=where)
+        peak = Peak(where)
+        begun = checkpoint.load(out, **kept) if goes_on else None
+        log = stack.enter_context(contextlib.closing(Log(out, begun or 0, source.statement)))
+        keeper = Keeper(out, log, lr=run.recipe.lr, step=begun, **kept)
+        stack.enter_context(_arithmetic(run.recipe.precision, where))
+        report = stack.enter_context(progress(f"{run.dataset}/{run.model}", run.recipe.steps))
+        interrupted = stack.enter_context(_interruptible())
+        done, losses, saved = begun or 0, Losses(LOG_EVERY), time.monotonic()
         while done < last:
-            loss = step_of(_rate(run.recipe, done))
+            losses.note(step_of(_rate(run.recipe, done)))
+            took_a_step()
             done += 1
             validates = done % every == 0 or done == run.recipe.steps
             if done % LOG_EVERY and done < last and not interrupted and not validates:
                 continue
-            value = float(loss)
-            if not math.isfinite(value):
-                raise StoppedError(
-                    f"the loss became {value} at step {done}: start anew, in another --out, with a smaller "
-                    "lr or clip, for instance --set lr=3e-4; look for huge numbers in data of your own"
-                )
-            log.step(done, value, _rate(run.recipe, done - 1))
-            report(done, f"loss {value:.3f}")
-            if validates and log.validation(done, _validate(model, source)):
-                model.save_pretrained(out)
+            found = losses.read()
+            keeper.require_finite(found, done)
+            log.step(done, found[-1], _rate(run.recipe, done - 1))
+            report(done, f"loss {found[-1]:.3f}")
+            if validates:
+                keeper.validated(done, _validate(model, source))
             if interrupted or done == last or time.monotonic() - saved > save_every:
-                save(done)
+                keeper.save(done)
                 saved = time.monotonic()
                 log.peak(done, peak())
             if interrupted:

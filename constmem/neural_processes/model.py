@@ -67,13 +67,30 @@ class PointModel(Model, Generic[S]):
     def estimated_peak(self, batch: int, points: int, targets: int = 0, *, learning: bool = False) -> int:
         """About how many bytes it takes to work these through: right within a factor of two.
 
-        batch * (points * needs.point + targets * needs.target) numbers of the model's precision, on the
-        fused path; 0 for models of constant memory, which never need to ask.
+        batch * (points * needs.point + targets * needs.target) numbers of the model's precision (or of that
+        which autocast works in), on the fused path; 0 for models of constant memory, which never need to ask.
         """
         needs = self.needs(learning=learning)
         if needs is None:
             return 0
-        return batch * (points * needs.point + targets * needs.target) * self.dtype.itemsize
+        numbers = batch * (points * needs.point + targets * needs.target)
+        where = self.device.type
+        lower = torch.is_autocast_enabled(where)
+        return numbers * (torch.get_autocast_dtype(where) if lower else self.dtype).itemsize
+
+    def afford(self, batch: int, points: int, targets: int = 0) -> None:
+        """Refuse work of these sizes that this device has too little memory for, before it dies of it.
+
+        `loss` and `query` ask by themselves, except where they are compiled: then ask before.
+        """
+        if torch.compiler.is_compiling():
+            return
+        if self.estimated_peak(batch, points, targets, learning=True) < memory.WORTH_ASKING:
+            return  # small inputs pay for nothing more
+        learning = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        needed = self.estimated_peak(batch, points, targets, learning=learning)
+        what = f"{type(self).__name__}, given {points:,} points and {targets:,} targets"
+        memory.require(needed, self.device, f"{what} in a batch of {batch:,},")
 
     # Inside
 
@@ -93,16 +110,6 @@ class PointModel(Model, Generic[S]):
     def _slices(self, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> Iterator[Chunk]:
         """Points in chunks and in the model's own units."""
         return map(self._scaled, slices(x, y, mask, chunk))
-
-    def _afford(self, x: Tensor, targets: int = 0) -> None:
-        """Refuse what this device has too little memory for, before it dies of it."""
-        batch, points = x.shape[:2]
-        if self.estimated_peak(batch, points, targets, learning=True) < memory.WORTH_ASKING:
-            return  # small inputs pay for nothing more
-        learning = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        needed = self.estimated_peak(batch, points, targets, learning=learning)
-        what = f"{type(self).__name__}, given {points:,} points and {targets:,} targets"
-        memory.require(needed, self.device, f"{what} in a batch of {batch:,},")
 
     def _check(
         self, x: Tensor, y: Tensor, mask: Tensor | None, *, values: bool = True, chunk: int = 4096

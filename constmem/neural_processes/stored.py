@@ -195,5 +195,5 @@ class StoringProcess(NeuralProcess[StoredPoints, M]):
 
     def _points(self, state: StoredPoints) -> Chunk:
         """The stored points in the precision of the model, unless working them through would not fit."""
-        self._afford(state.x)
+        self.afford(*state.x.shape[:2])
         return state.x.to(self.dtype), state.y.to(self.dtype), state.mask
