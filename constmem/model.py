@@ -18,6 +18,7 @@ from constmem.unchanged import identities
 
 SHIPPED = {path.parent.name: path.parent for path in Path(__file__).parent.glob("pretrained/*/config.json")}
 KIND, VERSION = "constmem.model", 1
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 AnyModel = TypeVar("AnyModel", bound="Model")
 
 
@@ -76,9 +77,9 @@ class Model(nn.Module, ABC):
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write `config.json` and `model.safetensors` into a folder."""
         header = {"format": KIND, "version": str(VERSION)}
-        write_tensors(Path(folder) / "model.safetensors", self.state_dict(), header)
+        write_tensors(Path(folder) / WEIGHTS, self.state_dict(), header)
         content = {"model": self.name, "config": self.config}
-        write_text(Path(folder) / "config.json", json.dumps(content, indent=2) + "\n")
+        write_text(Path(folder) / CONFIG, json.dumps(content, indent=2) + "\n")
 
     @classmethod
     def from_pretrained(
@@ -89,20 +90,21 @@ class Model(nn.Module, ABC):
         Args:
             folder: one that `save_pretrained` wrote, or the name of weights that come with the package
                 (`SHIPPED`): "emnist", handwritten characters of 28x28 grey pixels; "gp", smooth functions
-                of one number between -2 and 2, seen with little noise.
+                of one number between -2 and 2, seen with little noise. A folder of the working directory
+                that is called so comes first only if it holds a model: config.json and model.safetensors.
             device: where to put it.
         """
-        if str(folder) in SHIPPED and not Path(folder).is_dir():
+        if str(folder) in SHIPPED and not _holds_model(Path(folder)):
             folder = SHIPPED[str(folder)]
         where = None if device is None else checks.device(device)
-        path = Path(folder) / "config.json"
+        path = Path(folder) / CONFIG
         name, config = _read_config(path)
         kind = cls._named(name, folder)
         try:
             model = kind(**config)
         except TypeError as error:
             raise ValueError(f"{path} has settings that {kind.__name__} does not know: {error}") from error
-        tensors, _ = read_tensors(Path(folder) / "model.safetensors", kind=KIND, version=VERSION)
+        tensors, _ = read_tensors(Path(folder) / WEIGHTS, kind=KIND, version=VERSION)
         try:
             model._load(tensors)
         except (RuntimeError, TypeError) as error:
@@ -159,6 +161,10 @@ class Model(nn.Module, ABC):
 
     def _learns(self) -> bool:
         return torch.is_grad_enabled() and any(p.requires_grad for p in self.observing_parameters())
+
+
+def _holds_model(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in (CONFIG, WEIGHTS))
 
 
 def _read_config(path: Path) -> tuple[str, dict[str, Any]]:

@@ -252,6 +252,7 @@ def test_a_compiled_loss_is_refused_too_where_memory_is_too_little(monkeypatch: 
 def test_under_autocast_half_as_many_bytes_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     model: EQTNP = train.build(small_run(model="eqtnp"))
     whole = model.estimated_peak(4, 30, 8, learning=True)
+    assert train.build(small_run(model="eqtnp")).to("meta").estimated_peak(4, 30, 8, learning=True) == whole
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert model.estimated_peak(4, 30, 8, learning=True) == whole // 2
         monkeypatch.setattr(memory, "WORTH_ASKING", 0)

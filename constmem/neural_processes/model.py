@@ -75,7 +75,7 @@ class PointModel(Model, Generic[S]):
             return 0
         numbers = batch * (points * needs.point + targets * needs.target)
         where = self.device.type
-        lower = torch.is_autocast_enabled(where)
+        lower = torch.amp.is_autocast_available(where) and torch.is_autocast_enabled(where)
         return numbers * (torch.get_autocast_dtype(where) if lower else self.dtype).itemsize
 
     def afford(self, batch: int, points: int, targets: int = 0) -> None:
