@@ -10,22 +10,29 @@ from torch import Tensor
 FEW = 32  # numbers that are looked at one by one
 
 
-def finite(name: str, tensor: Tensor, mask: Tensor | None = None, *, first: int = 0) -> None:
+def finite(
+    name: str, tensor: Tensor, mask: Tensor | None = None, *, first: int = 0, taken: Tensor | None = None
+) -> None:
     """Refuse NaN and infinity, naming the first index; what the mask leaves out may hold anything.
 
-    `first` is the number of points before `tensor` in the data it was cut from.
+    Args:
+        first: the number of points before `tensor` in the data it was cut from.
+        taken: the same numbers as the model takes them, in its units and precision: these must be finite.
     """
-    if torch.compiler.is_compiling() or _sums_up(tensor):
+    taken = tensor if taken is None else taken
+    if torch.compiler.is_compiling() or _sums_up(taken):
         return  # a finite sum has finite terms; the other way round is looked at closely
-    good = torch.isfinite(tensor)
+    good = torch.isfinite(taken)
     if mask is not None:
         good = good | ~mask[..., None]
     if bool(good.all()):
         return
     bad = ~good
     b, n, c = (int(i) for i in bad.nonzero()[0])
+    value, inside = tensor[b, n, c].item(), taken[b, n, c].item()
+    as_taken = f", which the model takes as {inside} in its {taken.dtype}" if isfinite(value) else ""
     raise ValueError(
-        f"{name}[{b}, {n + first}, {c}] is {tensor[b, n, c].item()}: every value of {name} must be "
+        f"{name}[{b}, {n + first}, {c}] is {value}{as_taken}: every value of {name} must be "
         "finite; leave points out with mask= (True = real)"
     )
 

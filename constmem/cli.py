@@ -4,22 +4,21 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from constmem.cli_data import DataDir, data_app
+
 app = typer.Typer(
     help="Attention whose memory does not grow.", no_args_is_help=True, add_completion=False,
     pretty_exceptions_enable=False,
 )  # fmt: skip
-data_app = typer.Typer(help="Data sets: what is there, and how to prepare what is not.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
-DataDir = Annotated[
-    Path | None, typer.Option(envvar="CONSTMEM_DATA", help="Folder of prepared data sets (*.npz).")
-]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
 X = Annotated[str | None, typer.Option("--x", help="Of a CSV file: its input columns, a,b,...")]
 Y = Annotated[str | None, typer.Option("--y", help="Of a CSV file: its output columns.")]
@@ -108,14 +107,15 @@ def train(
         points = any(of_rows.values()) or (suffix in _FILES[:2] and not any(of_events.values()))
         model = model or ("cmanp-small" if points else "cmhp")
         folder = out or Path("runs") / f"{Path(dataset).stem}-{model}-{seed}"
-        from constmem.own_data import train_on_file
-
         if recipe != "improved":
             raise ValueError("the paper has no recipe for data of your own: leave --recipe out, or use --set")
         how: dict[str, Any] = {
             "out": folder, "seed": seed, "steps": steps, "device": device, "resume": resume, "change": change,
         }  # fmt: skip
-        train_on_file(Path(dataset), model, of_rows, of_events, how, compiled=compiled)
+        with _stoppable(folder):
+            from constmem.own_data import train_on_file
+
+            train_on_file(Path(dataset), model, of_rows, of_events, how, compiled=compiled)
         _say_trained(folder)
         return
     given = [name for name, value in (of_rows | of_events).items() if value]
@@ -126,16 +126,29 @@ def train(
         )
     from constmem.recipes import EVENTS, changed, unused
     from constmem.recipes import recipe as settings_of
-    from constmem.train import Run
-    from constmem.train import train as run_training
 
     model = model or ("cmhp" if dataset in EVENTS else "cmanp")
     chosen = settings_of(dataset, model, recipe)
     settings = changed(chosen, change or [], steps=steps, unused=unused(dataset))
-    run = Run(dataset, model, recipe, settings, seed)
     folder = out or Path("runs") / f"{dataset}-{model}-{recipe}-{seed}"
-    run_training(run, out=folder, data_dir=data_dir, device=device, resume=resume, compiled=compiled)
+    with _stoppable(folder):
+        from constmem.train import Run
+        from constmem.train import train as run_training
+
+        run = Run(dataset, model, recipe, settings, seed)
+        run_training(run, out=folder, data_dir=data_dir, device=device, resume=resume, compiled=compiled)
     _say_trained(folder, data_dir)
+
+
+@contextmanager
+def _stoppable(folder: Path) -> Iterator[None]:
+    """Answer a Ctrl-C that comes while nothing is trained; the training loop has an answer of its own."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = f"{folder} is as it was" if (folder / "run.json").exists() else "nothing was kept"
+        print(f"\nconstmem: stopped before the first step; {kept}", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 def _say_trained(folder: Path, data_dir: Path | None = None) -> None:
@@ -231,45 +244,6 @@ def bench(
     found = run(names or (), device=device, quick=quick, quiet=as_json, out=out)
     if as_json:
         print(json.dumps(found, indent=1))
-
-
-@data_app.command(name="list")
-def list_data(data_dir: DataDir = None) -> None:
-    """What is found where, and what to download for what is not."""
-    from constmem.data import hints, listing
-
-    for line in (*listing(data_dir), "", *hints(data_dir)):
-        print(line)
-
-
-@data_app.command()
-def prepare(
-    what: Annotated[str, typer.Argument(help="emnist, celeba, mooc, reddit, wiki or easytpp.")],
-    source: Annotated[Path, typer.Option(help="Folder, archive or file of the original public data.")],
-    data_dir: DataDir = None,
-    name: Annotated[
-        str | None, typer.Option(help="easytpp: of the data set; that of the folder if not given.")
-    ] = None,
-    unit: Annotated[str | None, typer.Option(help="easytpp: of its times, such as hour.")] = None,
-) -> None:
-    """Turn the original public files into the prepared format."""
-    from functools import partial
-
-    from constmem.data import prepare_celeba, prepare_easytpp, prepare_emnist, prepare_jodie
-    from constmem.recipes import known
-
-    preparers: dict[str, Callable[[Path, Path], Path]] = {
-        "emnist": prepare_emnist,
-        "celeba": prepare_celeba,
-        **{jodie: partial(prepare_jodie, jodie) for jodie in ("mooc", "reddit", "wiki")},
-        "easytpp": partial(prepare_easytpp, name=name, unit=unit),
-    }
-    known("data set to prepare", what, preparers)
-    if data_dir is None:
-        raise ValueError("say where to write: --data-dir FOLDER, or set CONSTMEM_DATA")
-    if what != "easytpp" and (name or unit):
-        raise ValueError(f"--name and --unit are for easytpp: those of {what} are known")
-    print(preparers[what](source, data_dir))
 
 
 def main() -> None:

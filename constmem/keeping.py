@@ -1,4 +1,4 @@
-"""What is kept of a run while it trains: checkpoints and best weights, none of them with a NaN or infinity."""
+"""What is kept of a run while it trains: checkpoints and best weights, every number of them finite."""
 
 import math
 from pathlib import Path
@@ -78,7 +78,7 @@ class Keeper:
                 raise self._stopped(f"the loss became {loss} at step {step}")
 
     def validated(self, step: int, score: float) -> None:
-        """Log a validation, and keep the weights if it is the best so far; stop where either is not finite."""
+        """Log a validation, and keep the weights if it is the best so far; both must be finite."""
         if not math.isfinite(score):
             raise self._stopped(f"the validation after step {step} gave {score}")
         self._require_sound(self.model.state_dict(), step)

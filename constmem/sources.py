@@ -13,6 +13,7 @@ from constmem import data
 from constmem.data import EventLog, Events, Images, Table, TableTasks, Task
 from constmem.neural_processes import NeuralProcess, Scales
 from constmem.point_processes import PointProcess
+from constmem.progress import counted
 from constmem.recipes import EVENTS, Recipe
 
 HELD_OUT = 1000  # training images set aside to validate on
@@ -101,7 +102,9 @@ def _require_sizes(recipe: Recipe, pixels: int) -> None:
 def _task_loss(
     model: NeuralProcess, loss_of: Callable[..., Tensor], task: Task, generator: torch.Generator | None
 ) -> Tensor:
-    model.afford(*task.xc.shape[:2], task.xt.shape[1])  # out here: a compiled loss cannot ask,
+    model.afford(
+        task.xc.shape[0], task.xc.shape[1], task.xt.shape[1]
+    )  # out here: a compiled loss cannot ask,
     noise = model.loss_noise(task.xc, generator=generator)  # and no generator can be compiled
     return loss_of(task.xc, task.yc, task.xt, task.yt, mask_c=task.mask_c, mask_t=task.mask_t, noise=noise)
 
@@ -227,7 +230,7 @@ def _gp(recipe: Recipe, device: torch.device) -> Source[Task]:
 
 def _images(dataset: str, recipe: Recipe, data_dir: Path | None, device: torch.device) -> Source[Task]:
     seen = range(10) if dataset == "emnist" else None
-    images = data.load_images(dataset, data_dir=data_dir, split="train", classes=seen).to(device)
+    images = _loaded(dataset, data_dir, "train", seen).to(device)
     _require_sizes(recipe, images.pixels[0, ..., 0].numel())
     training, validation = data.hold_out(images, count=min(HELD_OUT, len(images) // 10))
     pixels = training.pixels
@@ -252,9 +255,15 @@ def _images(dataset: str, recipe: Recipe, data_dir: Path | None, device: torch.d
 
     tests: dict[str, Callable[[], Iterator[Task]]] = {}
     for name, classes in _test_sets(dataset).items():
-        test = data.load_images(dataset, data_dir=data_dir, split="test", classes=classes)
+        test = _loaded(dataset, data_dir, "test", classes)
         tests[name] = fixed(test.to(device), 0)
     return Source(sample, fixed(validation, 1), tests, images.source, _task_loss, _task_score)
+
+
+def _loaded(dataset: str, data_dir: Path | None, split: str, classes: range | None) -> Images:
+    """Images, with progress where they have to be decoded, which is once."""
+    with counted(f"decoding {dataset}, {split}") as progress:
+        return data.load_images(dataset, data_dir=data_dir, split=split, classes=classes, progress=progress)
 
 
 def _test_sets(dataset: str) -> dict[str, range | None]:

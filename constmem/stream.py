@@ -138,8 +138,7 @@ class Stream:
 
     def predict(self, xt: Float[Tensor, "b m x"], *, chunk: int = 4096) -> Distribution:
         """The predictive distribution at the targets, given all that is remembered."""
-        checks.points("xt", xt, self.model.dim_x, device=self.model.device)
-        checks.finite("xt", xt)
+        self.model._check_targets(xt)
         with torch.no_grad():
             if self._memory is None:
                 self._memory = self.model.read(self.state)

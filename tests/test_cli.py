@@ -118,3 +118,25 @@ def test_the_demo_writes_its_pictures_and_says_where(
         assert picture.startswith(b"\x89PNG")
         assert name in shown.replace("\n", "")
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_ctrl_c_before_training_begins_is_answered_with_what_was_kept(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    resumed: bool,
+) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("constmem.train.open_source", stopped)
+    monkeypatch.setattr("sys.argv", ["constmem", "train", "digits", "cnp", "--out", "run", "--resume"])
+    if resumed:
+        Path("run").mkdir()
+        Path("run/run.json").write_text("{}")
+    with pytest.raises(SystemExit, match="130"):
+        cli.main()
+    kept = "run is as it was" if resumed else "nothing was kept"
+    assert f"constmem: stopped before the first step; {kept}\n" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from constmem import files, results, train
 from constmem.comparison import read_rows
 from constmem.files import advice_on, read_tensors, write_bytes, write_tensors
 from constmem.log import Log, read_metrics
-from constmem.neural_processes import NeuralProcess
+from constmem.neural_processes import CMANP, NeuralProcess
 from constmem.recipes import changed, recipe
 from constmem.results import evaluate_run
 from constmem.run_folder import read_run
@@ -187,3 +187,17 @@ def test_scores_that_cannot_be_kept_are_told(
 def test_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no run in"):
         read_run(tmp_path)
+
+
+def test_shipped_weights_are_found_beside_a_folder_of_their_name_unless_it_holds_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped = CMANP.from_pretrained("emnist").config
+    Path("emnist").mkdir()
+    Path("emnist/notes.txt").write_text("on letters")
+    assert CMANP.from_pretrained("emnist").config == shipped
+    Path("emnist/config.json").write_text("{}")  # of something else
+    assert CMANP.from_pretrained("emnist").config == shipped
+    CMANP(dim_x=1, dim_y=1, dim=8, num_heads=2).save_pretrained("emnist")
+    assert CMANP.from_pretrained("emnist").config["dim"] == 8

@@ -292,7 +292,7 @@ def test_the_listing_says_what_is_found_and_how_to_get_the_rest(celeba, tmp_path
     assert listing()[0].counts == {"train": 94, "test": 47}
     (tmp_path / "packs" / "celeba32_more.npz").write_bytes(b"PK")
     lines = [str(entry) for entry in listing()]
-    assert lines[0].startswith("emnist: 94 train, 47 test, 0.1 MB, ")
+    assert lines[0].startswith("emnist: 94 train, 47 test (a subset: 141 of 131,600 images), 0.1 MB, ")
     assert lines[2].startswith("celeba32_more: cannot be used. ")
     assert str(listing(tmp_path)[1]).startswith("celeba: missing. CelebA: aligned faces")
     elsewhere = listing(tmp_path / "elsewhere")

@@ -1,5 +1,6 @@
 """From the original formats of EMNIST and CelebA to packs, on tiny files made here."""
 
+import dataclasses
 import gzip
 import hashlib
 import io
@@ -12,7 +13,10 @@ import pytest
 import torch
 from PIL import Image
 
-from constmem.data import load_images, prepare_celeba, prepare_emnist
+from constmem.cli import app
+from constmem.data import catalogue, load_images, prepare, prepare_celeba, prepare_emnist
+from constmem.recipes import recipe
+from constmem.sources import open_source
 
 NAMES = {
     f"{split}_{kind}": f"emnist-balanced-{split}-{kind}-idx{dims}-ubyte.gz"
@@ -235,3 +239,102 @@ def test_an_incomplete_celeba_is_refused(tmp_path, damage, error, message):
     with pytest.raises(error, match=message):
         prepare_celeba(tmp_path / "celeba")
     assert not (tmp_path / "packs").exists()
+
+
+# What is said of it all on a terminal
+
+
+def told(capsys, *arguments):
+    """What `constmem data` prints for its arguments: the lines, and the warnings among them."""
+    app(["data", *map(str, arguments)], standalone_mode=False)
+    shown = capsys.readouterr()
+    assert all(line.startswith(("warning: ", "preparing ")) for line in shown.err.splitlines())
+    return shown.out.splitlines(), [line for line in shown.err.splitlines() if line.startswith("warning")]
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_a_subset_is_told_with_what_was_expected_but_is_no_error(tmp_path, capsys, archive):
+    source = emnist_folder(tmp_path / "gzip")
+    if archive:
+        source = zipped(source, tmp_path / "gzip.zip", "gzip")
+    lines, warnings = told(capsys, "prepare", "emnist", "--source", source)
+    assert lines[0] == str(tmp_path / "packs" / "emnist.npz")
+    assert lines[1] == ("found: 94 train, 47 test images of 47 classes (a subset: 141 of 131,600 images)")
+    assert warnings[-1] == (
+        "warning: expected were 112,800 train, 18,800 test images, officially, but found were 94 train, "
+        "47 test: a subset: 141 of 131,600 images"
+    )
+    if archive:
+        md5 = hashlib.md5(source.read_bytes()).hexdigest()
+        assert f"the MD5 of gzip.zip is {md5}, not that of the official file, 58c8d27c78d2" in warnings[0]
+    else:
+        assert len(warnings) == 1
+        assert "no published checksum" in lines[2]
+    listed, _ = told(capsys, "list")
+    assert any(line.startswith("emnist: 94 train, 47 test (a subset: 141 of 131,600") for line in listed)
+
+
+def test_files_that_are_official_by_number_and_checksum_are_told_without_a_warning(
+    tmp_path, capsys, monkeypatch
+):
+    archive = zipped(emnist_folder(tmp_path / "gzip"), tmp_path / "renamed.zip", "gzip")
+    md5 = hashlib.md5(archive.read_bytes()).hexdigest()
+    monkeypatch.setitem(prepare.PUBLISHED, "gzip.zip", md5)
+    official = dataclasses.replace(catalogue.KNOWN["emnist"], official={"train": 94, "test": 47})
+    monkeypatch.setitem(catalogue.KNOWN, "emnist", official)
+    lines, warnings = told(capsys, "prepare", "emnist", "--source", archive)
+    assert warnings == []
+    assert lines[1] == "found: 94 train, 47 test images of 47 classes (as many as officially)"
+    assert lines[2] == "prepared from the official files (renamed.zip, MD5 as published)"
+    monkeypatch.setitem(prepare.PUBLISHED, "gzip.zip", "0" * 32)
+    monkeypatch.setitem(prepare.PUBLISHED, "list_eval_partition.txt", md5)  # of another file altogether
+    _, warnings = told(capsys, "prepare", "emnist", "--source", archive)
+    assert [f"is {md5}, not that of the official file, {'0' * 32}" in line for line in warnings] == [True]
+
+
+def test_more_than_the_official_images_are_no_subset():
+    emnist = catalogue.KNOWN["emnist"]
+    assert emnist.completeness({"train": 112_800, "test": 18_800}) == "as many as officially"
+    more = emnist.completeness({"train": 112_801, "test": 47})
+    assert more == "not as officially: 112,800 train, 18,800 test"
+    assert catalogue.KNOWN["events_taxi"].completeness({"train": 3}) == ""
+
+
+def test_celeba_is_prepared_with_a_partition_list_from_elsewhere_and_its_progress_is_shown(tmp_path, capsys):
+    images = celeba_folder(tmp_path / "celeba")
+    partition = tmp_path / "few.txt"
+    partition.write_text("000002.jpg 0\n000005.jpg 2\n")
+    app(
+        ["data", "prepare", "celeba", "--source", str(images), "--partition", str(partition)],
+        standalone_mode=False,
+    )
+    shown = capsys.readouterr()
+    assert "found: 1 train, 1 test images (a subset: 2 of 202,599 images)" in shown.out
+    assert "preparing celeba 2/2" in shown.err
+    assert "the MD5 of few.txt is " in shown.err
+    with pytest.raises(ValueError, match="--partition is for celeba: emnist has no such list"):
+        app(
+            ["data", "prepare", "emnist", "--source", str(images), "--partition", str(partition)],
+            standalone_mode=False,
+        )
+
+
+def test_faces_that_are_decoded_at_first_use_show_their_progress(tmp_path, capsys):
+    splits = (0,) * 10 + (2, 2)
+    prepare_celeba(celeba_folder(tmp_path / "celeba", 12, splits))
+    settings = recipe("celeba32", "cnp")
+    for shown in (True, False):  # the second time they come from the cache
+        open_source("celeba32", settings, data_dir=None, device=torch.device("cpu"))
+        err = capsys.readouterr().err
+        assert ("decoding celeba32, train 10/10" in err) == shown
+        assert ("decoding celeba32, test 2/2" in err) == shown
+
+
+def test_events_are_told_in_sequences_and_marks(tmp_path, capsys):
+    rows = "".join(f"{user},{mark},{10 * user + mark},0\n" for user in range(5) for mark in range(3))
+    source = tmp_path / "mooc.csv"
+    source.write_text("user_id,item_id,timestamp,state_label\n" + rows)
+    lines, warnings = told(capsys, "prepare", "mooc", "--source", source)
+    assert lines[1] == "found: 3 train, 1 validation, 1 test sequences, 15 events of 3 marks"
+    assert lines[2].startswith("prepared from mooc.csv of the JODIE collection: 15 events")
+    assert warnings == []

@@ -1,5 +1,6 @@
 """Data: tasks of Gaussian processes, images and tables, event sequences, and where they come from."""
 
+from constmem.data.account import Account, account
 from constmem.data.augment import augmented
 from constmem.data.catalogue import DataSet, known
 from constmem.data.event_files import load_events, read_easytpp, read_event_csv, read_event_parquet
@@ -25,6 +26,7 @@ from constmem.data.table import Table
 from constmem.data.task import Task
 
 __all__ = [
+    "Account",
     "DataSet",
     "EventLog",
     "EventLogProb",
@@ -42,6 +44,7 @@ __all__ = [
     "Table",
     "TableTasks",
     "Task",
+    "account",
     "augmented",
     "bucketed",
     "draw_gp",

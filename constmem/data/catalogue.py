@@ -1,6 +1,7 @@
 """The catalogue of data sets: what each is, what it serves and how to get it."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,7 @@ class DataSet:
         about: what it is, in a few words.
         get: how to get it.
         embedded: the package that brings it along, where one does.
+        official: how many images each split officially has, where that is known.
     """
 
     name: str
@@ -22,6 +24,21 @@ class DataSet:
     about: str
     get: str
     embedded: str | None = None
+    official: Mapping[str, int] = field(default_factory=dict)
+
+    def completeness(self, counts: Mapping[str, int]) -> str:
+        """How these counts of a pack compare with the official ones, in a few words; none if unknown.
+
+        >>> KNOWN["emnist"].completeness({"train": 94, "test": 47})
+        'a subset: 141 of 131,600 images'
+        """
+        if not self.official:
+            return ""
+        if counts == self.official:
+            return "as many as officially"
+        if all(counts.get(split, 0) <= count for split, count in self.official.items()):
+            return f"a subset: {sum(counts.values()):,} of {sum(self.official.values()):,} images"
+        return f"not as officially: {', '.join(f'{n:,} {split}' for split, n in self.official.items())}"
 
 
 EVENT_SPLITS = ("train", "validation", "test")
@@ -52,6 +69,7 @@ KNOWN = {
             "EMNIST 'balanced': 28x28 handwritten digits and letters, 47 classes",
             "download the binary format of EMNIST (gzip.zip) from the EMNIST page of NIST, then run "
             f"`constmem data prepare emnist --source gzip.zip {_INTO}`",
+            official={"train": 112_800, "test": 18_800},
         ),
         DataSet(
             "celeba",
@@ -61,6 +79,7 @@ KNOWN = {
             "download img_align_celeba.zip and list_eval_partition.txt from the CelebA page of the "
             "Multimedia Laboratory, The Chinese University of Hong Kong, into one folder, then run "
             f"`constmem data prepare celeba --source img_align_celeba.zip {_INTO}`",
+            official={"train": 182_637, "test": 19_962},  # train: the official train and validation parts
         ),
         DataSet(
             "celeba32_more",

@@ -13,11 +13,10 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from constmem import checks
+from constmem.data.catalogue import KNOWN
 from constmem.data.faces import Progress, faces
 from constmem.data.packs import Array, Folder, MissingDataError, find_pack, read_pack
 
-OFFICIAL_EMNIST = {"train": 112_800, "test": 18_800}
-OFFICIAL_CELEBA = {"train": 182_637, "test": 19_962}  # train: the official train and validation parts
 NUM_CLASSES = 47
 SPLITS = ("train", "test")
 Loaded = tuple[Array, Array | None, str]  # pixels, labels, source
@@ -125,7 +124,7 @@ def _emnist(data_dir: Folder, split: str, _progress: Progress | None) -> Loaded:
             f"{NUM_CLASSES} classes, 0 to {NUM_CLASSES - 1}: it is another part of EMNIST"
         )
     counts = {part: len(pack[f"{part}_labels"]) for part in SPLITS}
-    return images, labels, _source_of(pack, split, counts, OFFICIAL_EMNIST, "EMNIST 'balanced', 28x28")
+    return images, labels, _source_of(pack, split, counts, "emnist", "EMNIST 'balanced', 28x28")
 
 
 def _celeba(size: int) -> Callable[[Folder, str, Progress | None], Loaded]:
@@ -135,7 +134,7 @@ def _celeba(size: int) -> Callable[[Folder, str, Progress | None], Loaded]:
         pack = read_pack(path, ["split"], optional=["source", "image_number"])
         counts = {"train": int((pack["split"] == 0).sum()), "test": int((pack["split"] == 1).sum())}
         about = f"CelebA aligned faces, bicubic resize to {size}x{size} without crop"
-        source = _source_of(pack, split, counts, OFFICIAL_CELEBA, about)
+        source = _source_of(pack, split, counts, "celeba", about)
         if size == 32 and split == "train":
             more = _more_faces(data_dir, pack.get("image_number"))
             if len(more):
@@ -184,10 +183,9 @@ LOADERS: dict[str, Callable[[Folder, str, Progress | None], Loaded]] = {
 }
 
 
-def _source_of(
-    pack: dict[str, Array], split: str, counts: dict[str, int], official: dict[str, int], about: str
-) -> str:
+def _source_of(pack: dict[str, Array], split: str, counts: dict[str, int], name: str, about: str) -> str:
     """What the pack says of its origin, else what its counts tell."""
+    official = KNOWN[name].official
     start = f"{about}: {counts[split]:,} {split} images"
     if "source" in pack:
         return f"{start}; {pack['source']}"

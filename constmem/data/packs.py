@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from constmem.data.catalogue import EVENT_KEYS, EVENT_SPLITS, KNOWN, OWN_EVENTS, DataSet, known
+from constmem.data.catalogue import EVENT_KEYS, EVENT_SPLITS, KNOWN, OWN_EVENTS, DataSet
 from constmem.files import write_bytes
 
 Array = npt.NDArray[Any]
@@ -133,6 +133,8 @@ class Listing:
             return f"{name}: cannot be used. {self.problem}"
         counts = ", ".join(f"{count:,} {split}" for split, count in self.counts.items())
         size = f", {self.size / 1e6:.1f} MB" if self.size else ""
+        told = self.known.completeness(self.counts)
+        counts += f" ({told})" if told else ""
         return f"{name}: {counts}{size}, {self.path}. {self.known.about}"
 
 
@@ -140,10 +142,7 @@ def listing(data_dir: Folder = None) -> list[Listing]:
     """What is found of every known data set, and of other event packs, without reading the data."""
     folder = data_folder(data_dir)
     others = sorted(path.stem for path in folder.glob("events_*.npz") if path.stem not in KNOWN)
-    own = [
-        DataSet(stem, (stem.removeprefix("events_"),), EVENT_KEYS, "event sequences", "") for stem in others
-    ]
-    return [_listed(entry, folder) for entry in (*known(), *own)]
+    return [listed(name, folder) for name in (*KNOWN, *others)]
 
 
 def hints(data_dir: Folder = None) -> list[str]:
@@ -156,7 +155,10 @@ def hints(data_dir: Folder = None) -> list[str]:
     ]
 
 
-def _listed(entry: DataSet, folder: Path) -> Listing:
+def listed(name: str, folder: Path) -> Listing:
+    """What is found in a folder of one data set: a known one, or one's own events."""
+    own = DataSet(name, (name.removeprefix("events_"),), EVENT_KEYS, "event sequences", "")
+    entry = KNOWN.get(name, own)
     if entry.embedded is not None:
         return _listed_embedded(entry, entry.embedded)
     path = folder / f"{entry.name}.npz"

@@ -19,12 +19,14 @@ import numpy as np
 from constmem.data.faces import CHUNK, Progress, pillow, require_size
 from constmem.data.packs import Array, Folder, data_folder, write_pack
 
+PARTITION = "list_eval_partition.txt"
 PUBLISHED = {  # MD5 of the official files, as published with torchvision
     "gzip.zip": "58c8d27c78d21e728a6bc7b3cc06412e",
     "img_align_celeba.zip": "00d2c5bc6d35e252742224ab0c1e8fcb",
-    "list_eval_partition.txt": "d32c9cbf5e040fd4025c592c306e6668",
+    PARTITION: "d32c9cbf5e040fd4025c592c306e6668",
 }
 NUM_CLASSES, SIDE = 47, 28
+DIFFERS = "not that of the official file"  # said of a checksum
 Source = str | os.PathLike[str]
 Place = TypeVar("Place")
 Reader = Callable[[str], bytes]
@@ -57,7 +59,7 @@ def prepare_emnist(source: Source, data_dir: Folder = None, *, progress: Progres
         _check_emnist(split, arrays[f"{split}_images"], arrays[f"{split}_labels"])
         upright = arrays[f"{split}_images"].transpose(0, 2, 1)
         arrays[f"{split}_images"] = np.ascontiguousarray(upright)
-    origin = _origin([source], digests)
+    origin = _origin({"gzip.zip": source}, digests)
     return write_pack(data_folder(data_dir) / "emnist.npz", arrays | origin, compress=True)
 
 
@@ -87,7 +89,8 @@ def prepare_celeba(
         "image_number": np.array([int(Path(name).stem) for name in splits], np.int32),
     }
     origin = _origin(
-        [source, listed], {"all images, in the order of the list": hashlib.sha256(jpeg).hexdigest()}
+        {"img_align_celeba.zip": source, PARTITION: listed},
+        {"all images, in the order of the list": hashlib.sha256(jpeg).hexdigest()},
     )
     return write_pack(data_folder(data_dir) / "celeba.npz", arrays | origin, compress=False)
 
@@ -182,15 +185,14 @@ def _check_emnist(split: str, images: Array, labels: Array) -> None:
 
 
 def _find_partition(source: Path, partition: Source | None) -> Path:
-    name = "list_eval_partition.txt"
-    places = [source / name, source.parent / name] if partition is None else [Path(partition)]
+    places = [source / PARTITION, source.parent / PARTITION] if partition is None else [Path(partition)]
     for place in places:
         if place.is_file():
             return place
     raise FileNotFoundError(
         f"there is no {' or '.join(map(str, places))}: CelebA's partition list says which images are for "
-        "testing; download it from the same page (folder Eval) and put it there (in Python: or give it as "
-        "partition=)"
+        "testing; download it from the same page (folder Eval) and put it there, or give it by --partition "
+        "FILE (in Python: partition=)"
     )
 
 
@@ -220,20 +222,25 @@ def _check_jpeg(name: str, content: bytes) -> None:
         )
 
 
-def _origin(sources: list[Path], digests: dict[str, str]) -> dict[str, Array]:
-    """What a pack says of where it comes from: a sentence, and the SHA-256 of every source."""
-    files = [path for path in sources if path.is_file()]
-    official = len(files) == len(sources)
-    for path in files:
-        md5, digests[path.name] = _digests(path)
-        official = official and md5 in PUBLISHED.values()
-    names = " and ".join(path.name for path in sources)
-    if official:
-        sentence = f"prepared from the official files ({names}, MD5 as published)"
-    elif len(files) == len(sources):
-        sentence = f"prepared from {names}, whose MD5 is not that of the official files"
-    else:
-        sentence = f"prepared from {names}, a folder of files, which has no published checksum"
+def _origin(sources: dict[str, Path], digests: dict[str, str]) -> dict[str, Array]:
+    """What a pack says of where it comes from: a sentence, and the SHA-256 of every source.
+
+    Args:
+        sources: what was read, by the official name of each.
+        digests: of what else was read, by name.
+    """
+    remarks: list[str] = []
+    for official, path in sources.items():
+        if path.is_file():
+            md5, digests[path.name] = _digests(path)
+            if md5 != PUBLISHED[official]:
+                remarks.append(f"the MD5 of {path.name} is {md5}, {DIFFERS}, {PUBLISHED[official]}")
+        else:
+            remarks.append(f"{path.name} is a folder of files, which has no published checksum")
+    names = " and ".join(path.name for path in sources.values())
+    sentence = f"prepared from the official files ({names}, MD5 as published)"
+    if remarks:
+        sentence = f"prepared from {names}: {'; '.join(remarks)}"
     return {"source": np.array(sentence), "sources": np.array(json.dumps(digests, sort_keys=True))}
 
 

@@ -186,8 +186,7 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
     def query(self, state: S, xt: Float[Tensor, "b m x"], *, chunk: int = 4096) -> Distribution:
         """The predictive distribution at the targets: `predict(read(state), xt)`."""
         self._require_own(state)
-        checks.points("xt", xt, self.dim_x, device=self.device)
-        checks.finite("xt", xt)
+        self._check_targets(xt)
         return self.predict(self.read(state), xt, chunk=chunk)
 
     def forward(
@@ -201,7 +200,7 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
         """Condition and query, for training: the deployed path, but for the checks of values."""
         checks.positive("chunk", chunk)
         self._check(xc, yc, mask, values=False)
-        self.afford(*xc.shape[:2], xt.shape[1])
+        self.afford(xc.shape[0], xc.shape[1], xt.shape[1])
         state = self._seen(xc, yc, mask, chunk)
         return self.predict(self.read(state), xt, chunk=chunk)
 
@@ -233,7 +232,7 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
         if xc.shape[0] != xt.shape[0]:
             here = f"the context is a batch of {xc.shape[0]}, the targets one of {xt.shape[0]}"
             raise ValueError(f"{here}: they must be the same")
-        self.afford(*xc.shape[:2], xt.shape[1])
+        self.afford(xc.shape[0], xc.shape[1], xt.shape[1])
         context, targets = cleared(xc, yc, mask_c), cleared(xt, yt, mask_t)
         if noise is None:
             noise = self.loss_noise(xc, generator=generator)

@@ -102,9 +102,9 @@ class CMANP(NeuralProcess):
     ) -> AttentionState:
         if x.shape[1] == 1 and mask is None and not self._learns():
             own_x, own_y, _ = self._scaled((x, y, None))
-            points, weights = torch.cat([own_x, own_y], -1), self._weights_of(state)
+            points, weights = torch.cat([own_x, own_y], -1).to(self.dtype), self._weights_of(state)
             observation = self.stack.observation
-            found = observation.extended(state, points.to(self.dtype), embed=self.embed, weights=weights)
+            found = observation.extended(state, points, embed=self.embed, weights=weights)
             if found is not None and checks.surely_finite(points):  # asked last: a GPU is at work meanwhile
                 return found
         return super()._extended(state, x, y, mask, chunk)

@@ -123,13 +123,25 @@ class PointModel(Model, Generic[S]):
             self._check_values(x, y, mask, chunk)
 
     def _check_values(self, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> None:
-        """Refuse numbers that are not finite, `chunk` points at a time."""
-        if self.device.type == "cuda" and checks.surely_finite(x, y):
+        """Refuse numbers that are not finite as the model takes them, `chunk` points at a time."""
+        if self.device.type == "cuda" and checks.surely_finite(*self._taken(x, y)):
             return
         for i in range(0, x.shape[1], chunk):
             here = None if mask is None else mask[:, i : i + chunk]
-            checks.finite("x", x[:, i : i + chunk], here, first=i)
-            checks.finite("y", y[:, i : i + chunk], here, first=i)
+            parts = x[:, i : i + chunk], y[:, i : i + chunk]
+            for name, part, taken in zip("xy", parts, self._taken(*parts), strict=True):
+                checks.finite(name, part, here, first=i, taken=taken)
+
+    def _check_targets(self, xt: Tensor) -> None:
+        """Refuse targets of other channels, elsewhere, or not finite as the model takes them."""
+        checks.points("xt", xt, self.dim_x, device=self.device)
+        taken = xt if self.scales is None else self.scales.inputs(xt)
+        checks.finite("xt", xt, taken=taken.to(self.dtype))
+
+    def _taken(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Points in the model's own units and precision."""
+        own_x, own_y, _ = self._scaled((x, y, None))
+        return own_x.to(self.dtype), own_y.to(self.dtype)
 
     def _signed(self, state: S) -> S:
         """Name the weights that made a state, unless they are being trained."""

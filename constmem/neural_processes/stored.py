@@ -195,5 +195,5 @@ class StoringProcess(NeuralProcess[StoredPoints, M]):
 
     def _points(self, state: StoredPoints) -> Chunk:
         """The stored points in the precision of the model, unless working them through would not fit."""
-        self.afford(*state.x.shape[:2])
+        self.afford(state.x.shape[0], state.x.shape[1])
         return state.x.to(self.dtype), state.y.to(self.dtype), state.mask
