@@ -103,7 +103,7 @@ def tentative(out: Path) -> Iterator[Callable[[], None]]:
     """
     before = set(out.iterdir()) if out.is_dir() else set()
     folders = [path for path in (out, *out.parents) if not path.exists()]
-    stays = out / RUN in before
+    stays = False
 
     def took_a_step() -> None:
         nonlocal stays
