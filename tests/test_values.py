@@ -84,3 +84,15 @@ def test_numbers_that_are_no_numbers_are_told_as_before(model: NeuralProcess[Any
     y[0, 1, 0] = float("nan")
     with pytest.raises(ValueError, match=r"y\[0, 1, 0\] is nan: every value of y must be finite"):
         model.condition(x, y)
+
+
+def test_a_warm_stream_of_single_points_refuses_them_as_well_and_stays_as_it_was() -> None:
+    stream = Stream(CMANP(dim_x=2, dim_y=1).eval())
+    for _ in range(4):  # until machine code, where there is any, does it in one call
+        stream.observe(*data(1))
+    before = stream.state.value
+    x, y = data(1)
+    x[0, 0, 1] = HUGE
+    with pytest.raises(ValueError, match=r"x\[0, 0, 1\] is 1e\+39, which the model takes as inf"):
+        stream.observe(x, y)
+    assert stream.state.value is before
