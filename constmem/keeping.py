@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from constmem import checkpoint, checks
@@ -34,7 +35,7 @@ class Losses:
         self._room, self._count = room, 0
         self._kept: Tensor | None = None
 
-    def note(self, loss: Tensor) -> None:
+    def note(self, loss: Float[Tensor, ""]) -> None:
         """Keep a copy, one small kernel: a captured step writes its next loss over the last."""
         if self._kept is None:
             self._kept = loss.new_empty(self._room)
