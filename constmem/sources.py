@@ -102,10 +102,9 @@ def _require_sizes(recipe: Recipe, pixels: int) -> None:
 def _task_loss(
     model: NeuralProcess, loss_of: Callable[..., Tensor], task: Task, generator: torch.Generator | None
 ) -> Tensor:
-    model.afford(
-        task.xc.shape[0], task.xc.shape[1], task.xt.shape[1]
-    )  # out here: a compiled loss cannot ask,
-    noise = model.loss_noise(task.xc, generator=generator)  # and no generator can be compiled
+    # out here: a compiled loss can neither ask for memory nor draw from a generator
+    model.afford(task.xc.shape[0], task.xc.shape[1], task.xt.shape[1])
+    noise = model.loss_noise(task.xc, generator=generator)
     return loss_of(task.xc, task.yc, task.xt, task.yt, mask_c=task.mask_c, mask_t=task.mask_t, noise=noise)
 
 
