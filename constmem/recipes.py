@@ -7,11 +7,14 @@ every task, and images seen mirrored and turned (but for the CNP family on EMNIS
 capacity for it).
 """
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from constmem.names import known as known  # most who ask for settings ask for names too
+from constmem.variants import PLAIN_CMHP as PLAIN_CMHP
+from constmem.variants import settings_of
 
 Precision = Literal["float32", "tf32", "bf16"]
 Sampling = Literal["reference", "static", "ragged"]
@@ -90,29 +93,16 @@ EVENTS: dict[str, tuple[int, tuple[int, int], tuple[int, int]]] = {
 }
 EVENT_MODELS = ("cmhp", "thp", "gru", "trivial")
 
-# CMHP as in the paper, which has none of the other options
-PLAIN_CMHP: dict[str, Any] = {
-    "absolute_time": True, "last_events": 0, "recency": False, "mass": False, "relative_time": False,
-    "gap_tokens": False, "mark_given_gap": False, "embed_depth": 0,
-}  # fmt: skip
-
 _DEPTHS = {"gp": (4, 2, 3), "celeba": (6, 3, 5), "": (5, 3, 4)}  # of the CNP family: pre, post, decoder
 _CNP_FAMILY = ("cnp", "canp", "np", "anp", "bnp", "banp")
 FAMILIES = dict.fromkeys((*_CNP_FAMILY, "tnpd", "eqtnp", "lbanp", "cmanp"), False)
 FAMILIES |= dict.fromkeys(EVENT_MODELS, True)  # every model: is it one of events?
-_SMALL = {"dim": 32, "depth": 3, "num_slots": 32, "num_latents": 32, "hidden": 64}
-_TINY: dict[str, Any] = {  # learns to look at its context, which takes a thousand steps, in a minute or two
-    "dim": 32, "depth": 2, "num_slots": 16, "num_latents": 16, "hidden": 64, "num_heads": 2,
-    "embed_depth": 3, "residual": "raw",
-}  # fmt: skip
-_MATCHED = {"depth": 3}  # a CMANP with about as many parameters as LBANP
 UNUSED = {  # settings that a kind of data has no use for
     "images": ("jitter", "reads"),
     "gp": ("augment", "jitter", "max_points", "num_targets", "reads", "skew"),
     "table": ("augment", "reads"),
     "events": ("augment", "jitter", "max_points", "num_targets", "skew"),
 }
-VARIANTS: dict[str, dict[str, Any]] = {"tiny": _TINY, "small": _SMALL, "matched": _MATCHED}  # of points
 
 
 def recipe(dataset: str, model: str, name: str = "improved") -> Recipe:
@@ -124,19 +114,20 @@ def recipe(dataset: str, model: str, name: str = "improved") -> Recipe:
     """
     known("data set", dataset, [*DATASETS, *EVENTS])
     known("recipe", name, NAMES)
-    base_model, _, variant = model.partition("-")
+    base_model = model.partition("-")[0]
+    known("model", base_model, FAMILIES)
     if (dataset in EVENTS) != (base_model in EVENT_MODELS):
         fitting = [name for name, events in FAMILIES.items() if events == (dataset in EVENTS)]
         raise ValueError(
             f"{dataset!r} is a data set of {'events' if dataset in EVENTS else 'points'}: "
-            f"{known('model', base_model, FAMILIES)!r} is no model of those, but {', '.join(fitting)} are"
+            f"{base_model!r} is no model of those, but {', '.join(fitting)} are"
         )
     if dataset in EVENTS:
-        return _events(dataset, base_model, variant, name)
+        return _events(dataset, model, name)
     dim_x, dim_y, max_points, steps, batch = DATASETS[dataset]
     settings: dict[str, Any] = {"dim_x": dim_x, "dim_y": dim_y}
     settings |= _architecture(dataset, base_model)
-    settings |= VARIANTS[known("variant", variant, VARIANTS)] if variant else {}
+    settings |= settings_of(model)
     if name == "faithful":
         return Recipe(
             steps=steps, batch=batch, optimiser="adam", lr=5e-4, warmup=0, clip=0.0, precision="tf32",
@@ -186,26 +177,27 @@ def event_recipe(model: str, *, num_marks: int) -> Recipe:
     if not of_events(model):
         fitting = ", ".join(EVENT_MODELS)
         raise ValueError(f"{model!r} is no model of events, but {fitting} are")
-    base_model, _, variant = model.partition("-")
-    steps = 600 if base_model == "cmhp" else 1000
-    return replace(_event_recipe(base_model, variant, num_marks, "improved"), steps=steps, batch=32)
+    steps = 600 if _is_cmhp(model) else 1000
+    return replace(_event_recipe(model, num_marks, "improved"), steps=steps, batch=32)
 
 
-def _events(dataset: str, model: str, variant: str, name: str) -> Recipe:
+def _events(dataset: str, model: str, name: str) -> Recipe:
     """A model of events on a data set."""
     num_marks, most, own = EVENTS[dataset]
-    steps, batch = own if model == "cmhp" else most
-    return replace(_event_recipe(model, variant, num_marks, name), steps=steps, batch=batch)
+    steps, batch = own if _is_cmhp(model) else most
+    return replace(_event_recipe(model, num_marks, name), steps=steps, batch=batch)
 
 
-def _event_recipe(model: str, variant: str, num_marks: int, name: str) -> Recipe:
-    """A model of events: "faithful" is the paper's CMHP; "gap" predicts the mark from the gap too."""
-    known("variant", variant, ("", "faithful") if model == "cmhp" else ("", "gap"))
-    plain = PLAIN_CMHP if model == "cmhp" and "faithful" in (variant, name) else {}
-    plain = {"mark_given_gap": True} if variant == "gap" else plain
+def _is_cmhp(model: str) -> bool:
+    return model.partition("-")[0] == "cmhp"
+
+
+def _event_recipe(model: str, num_marks: int, name: str) -> Recipe:
+    """A model of events, or a variant of one; by the paper's recipe CMHP is the paper's."""
+    chosen = PLAIN_CMHP if model == "cmhp" and name == "faithful" else settings_of(model)
     return Recipe(
         warmup=100, precision="tf32", validate_every=100, sampling="ragged",
-        model={"num_marks": num_marks} | plain,
+        model={"num_marks": num_marks} | chosen,
     )  # fmt: skip
 
 
@@ -300,13 +292,3 @@ def _literal(text: str) -> Any:
         except ValueError:
             return value
     return value
-
-
-def known(what: str, name: str, names: Any) -> str:
-    """`name` if it is one of `names`; otherwise an error with the nearest ones."""
-    if name in names:
-        return name
-    near = difflib.get_close_matches(name, list(names), n=3)
-    every = ", ".join(filter(None, names))
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {every}"
-    raise ValueError(f"there is no {what} {name!r}: {hint}")

@@ -38,6 +38,7 @@ def test_help_does_not_import_torch(tmp_path: Path) -> None:
     [
         (("train", "emmist", "cmanp"), "did you mean 'emnist'"),
         (("train", "digits", "cmnap"), "cmanp"),
+        (("train", "digits", "lbanp-matched"), "lbanp has no variants; use lbanp itself"),
         (("train", "digits", "cmanp", "--set", "stepz=3"), "did you mean 'steps'"),
         (("train", "digits", "cmanp", "--set", "reads=0.5"), "reads means nothing for these data"),
         (("train", "gp", "cmanp", "--set", "max_points=20"), "max_points means nothing for these data"),

@@ -16,12 +16,11 @@ from constmem import checkpoint, recipes, sources, train
 from constmem.files import read_tensors, write_tensors
 from constmem.model import KIND, VERSION
 from constmem.neural_processes import CMANP, NeuralProcess
-from constmem.neural_processes import MODELS as NEURAL_PROCESSES
 from constmem.optimiser import Muon
 from constmem.progress import progress
-from constmem.recipes import VARIANTS, changed, recipe
+from constmem.recipes import changed, recipe
 from constmem.train import Run, StoppedError
-from constmem.variants import variants
+from constmem.variants import VARIANTS
 
 SMALL = ["steps=12", "batch=4", "warmup=3", "num_targets=8", "model.dim=8", "model.depth=1",
          "model.num_slots=4", "model.num_latents=4", "model.hidden=8", "model.num_heads=2"]  # fmt: skip
@@ -322,26 +321,39 @@ def test_an_unknown_model_setting_is_an_error(tmp_path: Path) -> None:
     ("model", "told"),
     [
         ("cnp-small", "there is no 'cnp-small': cnp has no variants; use cnp itself"),
-        ("lbanp-tiny", "there is no 'lbanp-tiny': lbanp has the variants lbanp-matched; use lbanp itself"),
+        ("lbanp-matched", "there is no 'lbanp-matched': lbanp has no variants; use lbanp itself"),
+        ("cmanp-smal", "there is no variant of cmanp 'smal': did you mean 'small'"),
+        ("cmanp-other", "there is no variant of cmanp 'other': there are tiny, small, matched$"),
+        ("cmanp-", "there is no variant of cmanp '': there are tiny, small, matched$"),
     ],
 )
 def test_a_variant_that_a_model_does_not_have_is_refused_with_those_it_has(model: str, told: str) -> None:
-    run = Run("emnist", model, "improved", recipe("emnist", model))
+    with pytest.raises(ValueError, match=told):
+        recipe("emnist", model)
+    run = Run("emnist", model, "improved", recipe("emnist", model.partition("-")[0]))
     with pytest.raises(ValueError, match=told):  # before any data are looked for
         train.train(run, out=Path("nowhere"), data_dir=Path("nowhere"))
 
 
-def test_the_variants_of_a_model_are_those_it_can_be_built_in() -> None:
-    with pytest.raises(ValueError, match=f"there are {', '.join(VARIANTS)}$"):
-        recipe("gp", "cmanp-other")  # the recipes know these and no others
-    for name in NEURAL_PROCESSES:
-        built = []
-        for variant in VARIANTS:
+def test_every_variant_can_be_built_and_is_another_model_than_the_one_it_varies() -> None:
+    for name, variants in VARIANTS.items():
+        dataset = "taxi" if recipes.of_events(name) else "gp"
+        plain = train.build(Run(dataset, name, "improved", recipe(dataset, name)))
+        for variant in variants:
             model = f"{name}-{variant}"
-            with contextlib.suppress(TypeError):
-                NEURAL_PROCESSES[name](**recipe("gp", model).model)
-                built.append(model)
-        assert variants(name, NEURAL_PROCESSES) == built
+            built = train.build(Run(dataset, model, "improved", recipe(dataset, model)))
+            assert built.config != plain.config
+
+
+@pytest.mark.parametrize("dataset", ["emnist", "celeba32", "celeba128", "gp"])
+def test_the_matched_cmanp_has_as_many_parameters_as_lbanp_within_one_in_a_hundred(dataset: str) -> None:
+    matched, lbanp = (
+        sum(p.numel() for p in train.build(Run(dataset, m, "improved", recipe(dataset, m))).parameters())
+        for m in ("cmanp-matched", "lbanp")
+    )
+    assert matched == pytest.approx(lbanp, rel=0.01)
+    if dataset == "emnist":
+        assert lbanp == 792_642  # as published
 
 
 def test_every_data_set_has_both_recipes_for_every_model() -> None:
