@@ -95,13 +95,8 @@ def train(
     """
     of_rows = {"--x": x, "--y": y, "--group": group}
     of_events = {
-        "--user": user,
-        "--mark": mark,
-        "--time": time,
-        "--unit": unit,
-        "--end": end,
-        "--split": split,
-    }
+        "--user": user, "--mark": mark, "--time": time, "--unit": unit, "--end": end, "--split": split,
+    }  # fmt: skip
     suffix = Path(dataset).suffix
     if suffix in _FILES:
         points = any(of_rows.values()) or (suffix in _FILES[:2] and not any(of_events.values()))
@@ -164,16 +159,22 @@ def evaluate(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
     device: Device = "cpu",
     data_dir: DataDir = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help='Print the rows; "over_seeds" in them: mean and spread.')
+    ] = False,
 ) -> None:
-    """Score trained runs on their test sets; each run's eval.json holds what is printed."""
-    from constmem.results import evaluate_run, print_table
+    """Score trained runs on their test sets, into each run's eval.json.
+
+    Runs that differ by seed alone are also given as the mean ± standard deviation over their seeds.
+    """
+    from constmem import comparison
+    from constmem.results import evaluate_run
 
     found = [evaluate_run(run, data_dir=data_dir, device=device) for run in runs]
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(comparison.over_seeds(found), indent=1))
     else:
-        print_table(found)
+        comparison.print_runs(found)
 
 
 @app.command()
@@ -188,21 +189,20 @@ def table(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write to this file, in Markdown or JSON.")] = None,
+    scores: Annotated[bool, typer.Option("--scores", help="RMSE, CRPS and 90 % coverage too.")] = False,
 ) -> None:
     """A table like the paper's: models against test sets, ours beside the published."""
     from constmem import comparison
 
     paths = results or sorted(path.parent for path in Path("runs").glob("*/eval.json"))
     if not paths:
-        raise ValueError(
-            "there are no scored runs in runs/: name run folders or JSON files, or run `eval` first"
-        )
+        raise ValueError("no scored runs in runs/: name run folders or JSON files, or run `eval` first")
     entries = comparison.compare(comparison.read_rows(paths), dataset=dataset)
     wants_json = as_json or (out is not None and out.suffix == ".json" and not as_markdown)
     if not (wants_json or as_markdown or out):
-        comparison.show(entries)
+        comparison.show(entries, scores=scores)
         return
-    text = comparison.as_json(entries) if wants_json else comparison.markdown(entries)
+    text = comparison.as_json(entries) if wants_json else comparison.markdown(entries, scores=scores)
     if out is None:
         print(text)
     else:

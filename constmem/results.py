@@ -2,12 +2,9 @@
 
 import json
 import logging
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
-from itertools import compress
-from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -133,66 +130,3 @@ def _true_nll(dataset: str, source: Source[Any]) -> dict[str, float] | None:
         return None
     known = {name: Events.cat(list(batches())).to("cpu") for name, batches in source.tests.items()}
     return {name: -float(SIMULATED[dataset].log_prob(events).mean) for name, events in known.items()}
-
-
-POINTS = (
-    "run", "test set", "log-likelihood", "exact", "by batch", "published", "RMSE", "CRPS", "90 %", "minutes",
-)  # fmt: skip
-OF_EVENTS = (
-    "run", "test set", "NLL", "of time", "of mark", "published", "survival", "gap RMSE", "mark error",
-    "mark error, gap known", "KS", "minutes",
-)  # fmt: skip
-TOLD_OF_POINTS = (
-    "log-likelihood: nats a point, higher is better; by batch: the paper's mean over batches. RMSE, CRPS: in "
-    "the units of y (of images, white - black = 1). 90 %: how many values lie in central 90 % intervals."
-)
-TOLD_OF_EVENTS = (
-    "NLL: nats an event, of its time plus of its mark given the time. gap RMSE: of the mean gap foretold.\n"
-    "mark error: how often the likeliest mark is wrong, foretold before the event, or given when it came."
-)
-
-
-def print_table(rows: Iterable[dict[str, Any]]) -> None:
-    """Tables of runs, of points and of events: ours beside the published, without empty columns."""
-    from rich.console import Console
-    from rich.table import Table
-
-    rows = list(rows)
-    kinds = (POINTS, _point_cells, False, TOLD_OF_POINTS), (OF_EVENTS, _event_cells, True, TOLD_OF_EVENTS)
-    for columns, cells, events, note in kinds:
-        shown = [row for row in rows if of_events(row["model"]) == events]
-        if not shown:
-            continue
-        lines = []
-        for row in shown:
-            for name, scores in row["scores"].items():
-                run = f"{row['dataset']} {row['model']} {row['recipe']} #{row['seed']}"
-                published = (row["published"] or {}).get(name)
-                known = "" if published is None else f"{published:.3g}"
-                lines.append([run, name, *cells(scores, known), f"{row['minutes']:.1f}"])
-        table = Table(padding=(0, 0), caption=note, caption_justify="left")
-        told = [any(column) for column in zip(*lines, strict=True)]
-        cells_of = zip(*lines, strict=True)
-        for column, content in compress(zip(columns, cells_of, strict=True), told):
-            words = column in ("run", "test set")
-            # a narrow terminal breaks heads and before units, but no number
-            widest = None if words or column == "gap RMSE" else max(map(len, content))
-            table.add_column(column, justify="left" if words else "right", min_width=widest, overflow="fold")
-        for line in lines:
-            table.add_row(*compress(line, told))
-        Console(width=None if sys.stdout.isatty() else 160).print(table)
-
-
-def _point_cells(s: dict[str, Any], published: str) -> list[str]:
-    exact = f"{s['exact']:.3f}" if "exact" in s else ""
-    ours = [f"{s['log_likelihood']:.3f}", exact, f"{s['log_likelihood_by_batch']:.3f}", published]
-    return [*ours, f"{s['rmse']:.4f}", f"{s['crps']:.4f}", f"{100 * s['coverage']['0.9']:.1f} %"]
-
-
-def _event_cells(s: dict[str, Any], published: str) -> list[str]:
-    ours = [f"{s['nll']:.3f}", f"{s['time_nll']:.3f}", f"{s['mark_nll']:.3f}", published]
-    silence = s.get("survival_nll")
-    ours.append("" if silence is None else f"{silence:.3f}")
-    wrong = [s["error"], 1 - s["accuracy_given_gap"]]
-    errors = ["" if isnan(share) else f"{100 * share:.1f} %" for share in wrong]  # nan: no mark is known
-    return [*ours, f"{s['rmse']:.4g} {s['unit']}", *errors, f"{s['ks']:.3f}"]

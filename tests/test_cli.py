@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 
@@ -107,6 +108,30 @@ def test_a_run_is_trained_and_scored(tmp_path: Path) -> None:
     assert scores["points"] > 1000
     assert 0 <= scores["coverage"]["0.5"] <= scores["coverage"]["0.95"] <= 1
     assert json.loads((tmp_path / "run" / "eval.json").read_text()) == row
+
+
+def test_runs_of_several_seeds_are_scored_one_by_one_and_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ["batch=4", "warmup=1", "model.dim=8", "model.pre_depth=2", "model.decoder_depth=2"]
+    folders = [Path(f"run{seed}") for seed in range(2)]
+    for seed, folder in enumerate(folders):
+        train("digits", "cnp", seed=seed, steps=2, out=folder, change=small)
+    capsys.readouterr()
+    cli.evaluate(folders, as_json=True)
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["seed"] for row in rows] == [0, 1]
+    values = [row["scores"]["test"]["crps"] for row in rows]
+    for row, folder in zip(rows, folders, strict=True):
+        together = row.pop("over_seeds")
+        assert together["seeds"] == [0, 1]
+        assert together["crps"]["test"] == pytest.approx({"mean": mean(values), "spread": stdev(values)})
+        assert json.loads((folder / "eval.json").read_text()) == row
+    cli.evaluate(folders)
+    assert "digits cnp improved, mean of 2 seeds" in capsys.readouterr().out
+    cli.table(folders, as_json=True)
+    assert json.loads(capsys.readouterr().out) == [together]
 
 
 def test_the_demo_writes_its_pictures_and_says_where(

@@ -13,7 +13,7 @@ import record
 import tables
 
 from constmem.cli import table
-from constmem.comparison import as_json, compare, markdown, tabulate
+from constmem.comparison import as_json, compare, markdown, print_runs, tabulate
 from constmem.comparison.rows import Figure
 from constmem.results import PUBLISHED
 
@@ -51,6 +51,31 @@ def test_seeds_become_a_mean_and_a_spread() -> None:
     assert line["NLL"] == "-0.417 ± 0.021"
     assert line["seeds"] == "3"
     assert line["minutes"] == "3.7"
+
+
+def test_eval_prints_events_one_by_one_and_then_the_mean_and_deviation_over_their_seeds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    scores = ({"rmse": 0.25, "accuracy": 0.90}, {"rmse": 0.75, "accuracy": 0.96})
+    print_runs([row(seed, scores=own) for seed, own in enumerate(scores)])
+    shown = capsys.readouterr().out.splitlines()
+    heads, found = (
+        [[cell.strip() for cell in line.split(bar)[1:-1]] for line in shown if line[0] == bar] for bar in "┃│"
+    )
+    head = [" ".join(filter(None, words)) for words in zip(*heads, strict=True)]  # a long one is broken
+    mean = dict(zip(head, found[-1], strict=True))
+    assert [line[0] for line in found[:2]] == ["taxi gru improved #0", "taxi gru improved #1"]
+    assert mean["run"] == "taxi gru improved, mean of 2 seeds"
+    assert mean["NLL"] == "-0.405 ± 0.007"
+    assert mean["mark error"] == "7.0 ± 4.2 %"
+    assert mean["gap RMSE"] == "0.5000 ± 0.3536 hour"
+
+
+def test_seeds_without_marks_have_no_mean_of_them() -> None:
+    nan = {"accuracy": float("nan"), "top5": float("nan")}
+    (entry,) = compare([row(seed, scores=nan) for seed in range(2)])
+    assert "accuracy" not in entry.scores["test"]
+    assert "nll" in entry.scores["test"]
 
 
 def test_every_score_stands_under_its_head_in_its_unit() -> None:
@@ -114,12 +139,13 @@ def test_models_stand_in_order_and_settings_tell_apart_those_of_one_name() -> No
     ]  # fmt: skip
     found = [line["model"] for line in lines(rows)[:7]]
     assert found[:3] == ["no history", "GRU", "THP"]
-    assert sorted(found[3:6]) == ["CMHP", "CMHP (lr=0.1)", "CMHP (recency=False)"]
+    assert sorted(found[3:6]) == ["CMHP (lr=0.002)", "CMHP (lr=0.002, recency=False)", "CMHP (lr=0.1)"]
     assert found[6] == "CMHP-faithful"
 
 
 def test_points_and_events_make_tables_of_their_own() -> None:
-    scores = {"seen": {"log_likelihood": 1.0, "log_likelihood_by_batch": 2.0}}
+    others = {"rmse": 0.1, "crps": 0.1, "coverage": {"0.9": 0.9}}
+    scores = {"seen": others | {"log_likelihood": 1.0, "log_likelihood_by_batch": 2.0}}
     points = row(dataset="emnist", model="cnp", published=None) | {"scores": scores}
     found = tabulate(compare([row(), points]))
     assert [name for name, _, _ in found] == ["EMNIST", "Taxi"]

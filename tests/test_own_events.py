@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from constmem import plots_events
+from constmem.comparison import print_runs
 from constmem.data import EventLog, Events
 from constmem.forecasting import train_events
 from constmem.own_data import train_on_file
 from constmem.pictures import plot_runs
 from constmem.point_processes import CMHP
 from constmem.recipes import event_recipe
-from constmem.results import evaluate_run, print_table
+from constmem.results import evaluate_run
 
 SIZES = {"dim": 8, "depth": 1, "num_slots": 3, "num_latents": 2, "hidden": 8, "num_heads": 2, "components": 2}
 TINY = [*(f"model.{key}={value}" for key, value in SIZES.items()), "batch=4", "warmup=1", "validate_every=4"]
@@ -289,7 +290,7 @@ def test_a_run_on_a_file_is_trained_scored_drawn_and_needs_the_file_no_more(
     assert (row["dataset"], row["recipe"]) == ("shop.csv", "own data")
     assert row["scores"]["test"]["events"] == 5
     assert row["scores"]["test"]["survival_nll"] > 0
-    print_table([row])
+    print_runs([row])
     shown = capsys.readouterr().out
     assert "shop.csv" in shown
     assert f"{row['scores']['test']['survival_nll']:.3f}" in shown

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from constmem import recipes, sources, train
+from constmem.comparison import print_runs
 from constmem.point_processes import MODELS, PointProcess
 from constmem.recipes import changed, recipe
-from constmem.results import evaluate_run, print_table
+from constmem.results import evaluate_run
 from constmem.sources import open_source
 from constmem.train import Run
 
@@ -141,25 +142,26 @@ def test_a_run_of_events_is_scored_and_printed(
     assert scores["nll"] == pytest.approx(scores["time_nll"] + scores["mark_nll"])
     assert scores["sequences"] == 6
     assert json.loads((tmp_path / "run" / "eval.json").read_text())["scores"]["test"]["nll"] == scores["nll"]
-    print_table([row])
+    print_runs([row])
     assert "NLL" in capsys.readouterr().out
 
 
 def test_what_eval_prints_of_events_says_which_error_is_meant(capsys: pytest.CaptureFixture[str]) -> None:
     scores = {
-        "nll": 1.5, "time_nll": 1.0, "mark_nll": 0.5, "survival_nll": None, "rmse": 0.25, "error": 0.3,
+        "nll": 1.5, "time_nll": 1.0, "mark_nll": 0.5, "survival_nll": None, "rmse": 0.25, "accuracy": 0.7,
         "accuracy_given_gap": 0.8, "ks": 0.05, "unit": "hour",
     }  # fmt: skip
     row = {"dataset": "taxi", "model": "cmhp", "recipe": "improved", "seed": 0, "published": None}
-    print_table([row | {"minutes": 1.0, "scores": {"test": scores}}])
+    row |= {"settings": {"batch": 1}, "steps": 1, "parameters": 1, "device": "CPU"}
+    print_runs([row | {"minutes": 1.0, "scores": {"test": scores}}])
     shown = capsys.readouterr().out.splitlines()
     lines = [[cell.strip() for cell in re.split("[│┃]", line)] for line in shown]
     heads, cells = (next(line for line in lines if word in line) for word in ("NLL", "30.0 %"))
     assert cells[heads.index("mark error")] == "30.0 %"
     assert cells[heads.index("mark error, gap known")] == "20.0 %"
-    assert cells[heads.index("gap RMSE")] == "0.25 hour"
-    no_marks = {"error": float("nan"), "accuracy_given_gap": float("nan")}
-    print_table([row | {"minutes": 1.0, "scores": {"test": scores | no_marks}}])
+    assert cells[heads.index("gap RMSE")] == "0.2500 hour"
+    no_marks = {"accuracy": float("nan"), "accuracy_given_gap": float("nan")}
+    print_runs([row | {"minutes": 1.0, "scores": {"test": scores | no_marks}}])
     assert "mark error, gap known" not in capsys.readouterr().out
 
 

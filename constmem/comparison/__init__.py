@@ -3,6 +3,7 @@
 from constmem.comparison.events import EventEntry
 from constmem.comparison.points import Entry
 from constmem.comparison.rows import NAMES, Figure, model_name, read_rows
+from constmem.comparison.runs import over_seeds, print_runs
 from constmem.comparison.tables import as_json, compare, markdown, show, tabulate
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "compare",
     "markdown",
     "model_name",
+    "over_seeds",
+    "print_runs",
     "read_rows",
     "show",
     "tabulate",

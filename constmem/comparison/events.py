@@ -1,10 +1,11 @@
 """Event models in a table: NLL of an event, errors, accuracy and goodness of fit, seeds together."""
 
 from dataclasses import dataclass
+from math import isnan
 from statistics import mean
 from typing import Any
 
-from constmem.comparison.rows import NAMES, Figure, Rows, Table, devices, model_name, place, shared_tests
+from constmem.comparison.rows import NAMES, Figure, Rows, Table, devices, full_name, place, shared_tests
 
 SHOWN = (
     "nll", "time_nll", "mark_nll", "survival_nll", "rmse", "mae_median", "accuracy", "accuracy_given_gap",
@@ -16,7 +17,6 @@ HEADS = {
     "mae_median": "MAE, median", "accuracy": "accuracy", "accuracy_given_gap": "given the gap",
     "top5": "top 5", "ks": "KS",
 }  # fmt: skip
-TOLD = ("steps", "batch")  # settings that have a column of their own
 
 # What others report: data set -> (who, where, {column: figure}). Those of Taxi are under the protocol that we
 # follow too. The paper's are not: other splits, other units, and an RMSE of sums of errors.
@@ -90,8 +90,12 @@ class EventEntry:
 
 
 def _figures(scores: list[dict[str, Any]]) -> dict[str, Figure]:
-    """Of the scores of several seeds, what a table shows and all of them have."""
-    told = [key for key in SHOWN if all(own.get(key) is not None for own in scores)]
+    """Of the scores of several seeds, what a table shows and all of them have: those of marks may be NaN."""
+
+    def known(score: float | None) -> bool:
+        return score is not None and not isnan(score)
+
+    told = [key for key in SHOWN if all(known(own.get(key)) for own in scores)]
     return {key: Figure.of([own[key] for own in scores]) for key in told}
 
 
@@ -116,7 +120,7 @@ def event_table(entries: list[EventEntry]) -> Table:
     cells = []
     for entry in entries:
         for test, scores in entry.scores.items():
-            row = [_named(entry, entries), *([test] if several else []), entry.recipe]
+            row = [full_name(entry, entries), *([test] if several else []), entry.recipe]
             for key in shown:
                 row.append(_cell(key, scores[key]) if key in scores else "")
                 if published and key == "nll":
@@ -127,20 +131,6 @@ def event_table(entries: list[EventEntry]) -> Table:
     others = [*_true(entries), *ELSEWHERE.get(dataset, ())]
     cells += [_other(name, where, known, head, shown) for name, where, known in others]
     return NAMES.get(dataset, dataset), head, cells
-
-
-def _named(entry: EventEntry, entries: list[EventEntry]) -> str:
-    """The model's name, with the settings that tell it from others of that name."""
-    same = [_flat(e.settings) for e in entries if (e.model, e.recipe) == (entry.model, entry.recipe)]
-    own = _flat(entry.settings)
-    told = [key for key in own if any(other.get(key) != own[key] for other in same)]
-    note = ", ".join(f"{key}={own[key]}" for key in told)
-    return model_name(entry.model) + (f" ({note})" if note else "")
-
-
-def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    model = settings.get("model", {})
-    return {key: value for key, value in (settings | model).items() if key not in ("model", *TOLD)}
 
 
 def _cell(key: str, figure: Figure) -> str:

@@ -4,9 +4,10 @@ import json
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import floor, log10
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, Protocol
 
 from constmem.files import read_json
 from constmem.recipes import complete
@@ -30,6 +31,7 @@ PAPER = ("cnp", "canp", "np", "anp", "bnp", "banp", "tnpd", "eqtnp", "lbanp", "c
 OF_EVENTS = ("trivial", "gru", "thp", "cmhp")
 MODEL_NAMES = {"tnpd": "TNP-D", "trivial": "no history"}
 KEYS = {"dataset", "model", "recipe", "seed", "scores", "settings"}
+TOLD = ("steps", "batch")  # settings that have a column of their own
 Rows = list[dict[str, Any]]
 Table = tuple[str, list[str], list[list[str]]]  # its name, the heads of the columns, the cells
 
@@ -61,9 +63,29 @@ class Figure:
         return f"{scale * self.mean:,.{digits}f}{spread}{unit}"
 
     def short(self) -> str:
-        """With about four digits in all, for numbers whose unit may be anything."""
+        """With about four digits in all, for numbers whose unit may be anything.
+
+        Example:
+            >>> Figure(1234.5, None).short(), Figure(0.25, None).short(), Figure(0.00012345, None).short()
+            ('1,234', '0.2500', '0.0001234')
+        """
         size = abs(self.mean)
+        if 0 < size < 0.01:
+            return self.text(3 - floor(log10(size)))
         return self.text(next((d for d in range(4) if size >= 10 ** (3 - d)), 4))
+
+
+class Compared(Protocol):
+    """All runs of one model by one recipe and the same settings on one data set."""
+
+    @property
+    def dataset(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def recipe(self) -> str: ...
+    @property
+    def settings(self) -> dict[str, Any]: ...
 
 
 def read_rows(paths: Iterable[Path]) -> Rows:
@@ -90,14 +112,18 @@ def read_rows(paths: Iterable[Path]) -> Rows:
     return found
 
 
+def kind(row: dict[str, Any]) -> str:
+    """What rows have in common that differ by seed alone."""
+    named = [row[key] for key in ("dataset", "model", "recipe")]
+    return json.dumps([*named, complete(row["settings"])], sort_keys=True)
+
+
 def grouped(rows: Rows, *, dataset: str | None = None) -> list[Rows]:
     """Rows of the same model, recipe and settings together; of two rows of one seed the newer counts."""
     groups: dict[str, dict[int, dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: row.get("date", "")):
         if dataset is None or row["dataset"] == dataset:
-            named = [row[k] for k in ("dataset", "model", "recipe")]
-            key = json.dumps([*named, complete(row["settings"])], sort_keys=True)
-            groups.setdefault(key, {})[row["seed"]] = row
+            groups.setdefault(kind(row), {})[row["seed"]] = row
     if not groups:
         have = ", ".join(sorted({row["dataset"] for row in rows})) or "no rows at all"
         raise ValueError(f"there are no rows of {dataset or 'any data set'}: there are {have}")
@@ -129,3 +155,23 @@ def model_name(model: str) -> str:
     """A model as people write it: cmanp-small is CMANP-small."""
     base, dash, variant = model.partition("-")
     return f"{MODEL_NAMES.get(base, base.upper())}{dash}{variant}"
+
+
+def told_apart(entry: Compared, entries: Iterable[Compared]) -> str:
+    """The settings that tell an entry from others of the same model and recipe, but for `TOLD`."""
+    name = entry.dataset, entry.model, entry.recipe
+    same = [_flat(e.settings) for e in entries if (e.dataset, e.model, e.recipe) == name]
+    own = _flat(entry.settings)
+    told = [key for key in own if any(other.get(key) != own[key] for other in same)]
+    return ", ".join(f"{key}={own[key]}" for key in told)
+
+
+def full_name(entry: Compared, entries: Iterable[Compared]) -> str:
+    """The model's name, with the settings that tell it from others of that name."""
+    note = told_apart(entry, entries)
+    return model_name(entry.model) + (f" ({note})" if note else "")
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    every = complete(settings)
+    return {key: value for key, value in (every | every["model"]).items() if key not in ("model", *TOLD)}

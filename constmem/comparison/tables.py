@@ -17,34 +17,40 @@ def compare(rows: Rows, *, dataset: str | None = None) -> Entries:
 
     Of two rows of one seed the newer counts.
     """
+    entries = [entry_of(group) for group in grouped(rows, dataset=dataset)]
+    return sorted(entries, key=lambda entry: entry.place)
+
+
+def entry_of(rows: Rows) -> Entry | EventEntry:
+    """Rows that differ by seed alone as one entry."""
     try:
-        entries: Entries = [
-            EventEntry.of(group) if of_events(group[0]) else Entry.of(group)
-            for group in grouped(rows, dataset=dataset)
-        ]
+        return EventEntry.of(rows) if of_events(rows[0]) else Entry.of(rows)
     except KeyError as error:
         raise ValueError(
             f"a row has no {error}: another version wrote it; run `constmem eval` again"
         ) from error
-    return sorted(entries, key=lambda entry: entry.place)
 
 
-def tabulate(entries: Entries) -> list[Table]:
-    """For each data set its name, the heads of the columns, and the cells: what every form of table shows."""
+def tabulate(entries: Entries, *, scores: bool = False) -> list[Table]:
+    """For each data set its name, the heads of the columns, and the cells: what every form of table shows.
+
+    Args:
+        scores: RMSE, CRPS and coverage of neural processes too; event models show all they have.
+    """
     tables = []
     for dataset in dict.fromkeys(entry.dataset for entry in entries):
         own = [entry for entry in entries if entry.dataset == dataset]
         points = [entry for entry in own if isinstance(entry, Entry)]
         events = [entry for entry in own if isinstance(entry, EventEntry)]
-        tables += [point_table(points)] if points else []
+        tables += [point_table(points, scores=scores)] if points else []
         tables += [event_table(events)] if events else []
     return tables
 
 
-def markdown(entries: Entries) -> str:
+def markdown(entries: Entries, *, scores: bool = False) -> str:
     """The tables in Markdown."""
     parts = []
-    for name, head, rows in tabulate(entries):
+    for name, head, rows in tabulate(entries, scores=scores):
         lines = [[name, *head[1:]], ["---"] * len(head), *rows]
         parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
     return "\n\n".join(parts)
@@ -55,14 +61,14 @@ def as_json(entries: Entries) -> str:
     return json.dumps([asdict(entry) for entry in entries], indent=1)
 
 
-def show(entries: Entries) -> None:
+def show(entries: Entries, *, scores: bool = False) -> None:
     """The tables on a terminal."""
     from rich.console import Console
     from rich.table import Table as Grid
 
-    for name, head, rows in tabulate(entries):
-        wide = "NLL" in head
-        what = "nats an event" if wide else "log-likelihood of a point"
+    for name, head, rows in tabulate(entries, scores=scores):
+        wide = scores or "NLL" in head
+        what = "nats an event" if "NLL" in head else "log-likelihood of a point"
         grid = Grid(title=f"{name}: {what}", title_justify="left", padding=(0, 0) if wide else (0, 1))
         for column in head:
             grid.add_column(column, justify="left" if column in WORDS else "right")
