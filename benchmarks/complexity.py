@@ -1,6 +1,7 @@
 """The paper's memory table, measured: extra peak of condition, query and update, for all ten models.
 
-python benchmarks/complexity.py        # minutes on one core; writes results/complexity.json and the figure
+python benchmarks/complexity.py            # minutes on one core; writes results/complexity.json, the figure
+python benchmarks/complexity.py --again    # measures nothing: applies the rule to the committed peaks again
 
 Phases are the paper's. *Condition* goes from points to all that a query needs (`read(condition(...))`),
 *update* from that and new points to the same (`read(update(...))`), *query* from there to predictions.
@@ -9,25 +10,18 @@ and what earlier phases kept are not counted again, but given apart as *kept*. E
 twice: with fused attention, as the library is, and written out, softmax(q k') v with all its scores in
 memory, as the published code is.
 
-The rule. A size is doubled three times, all else fixed. Let d be the growth of the peak over a doubling:
-differences leave no constant floor. A phase is *constant* if the last doubling added less than one byte a
-point: no model that keeps or computes anything for every point can do with less. Otherwise the exponent is
-log2(last d / the d before), *linear* below 1.5 and *quadratic* from there on.
-
-Allocations that have nothing to do with the size come and go. So where the last d is slight, under 4 kB or
-under a thousandth of the peak, it counts only if it is proportional to the size, with an exponent within a
-quarter of 1, as even one byte a point would be; else the phase is *constant*.
+The rule that makes constant, linear or quadratic of these peaks is in growth.py.
 """
 
 import argparse
 import contextlib
 import json
 from collections.abc import Iterator
-from math import log2
 from typing import Any
 from unittest import mock
 
 import torch
+from growth import verdict
 from record import RESULTS, save
 from torch import Tensor
 
@@ -44,7 +38,7 @@ SAMPLES = 2  # of the latent, and of the bootstrap, instead of the published 50
 DIM_X, DIM_Y = 2, 3
 PHASES = (("condition", "N"), ("query", "N"), ("query", "M"), ("update", "N"), ("update", "D"))
 KEPT = ("kept", "N")
-SLIGHT, SLIGHT_SHARE = 4096, 1e-3  # bytes, and the share of a peak, that may come and go by themselves
+AGAIN = "verdict, exponent and bytes_a_point were computed from these peaks later; nothing was measured again"
 PAPER = {  # Table 1: condition N, query N, query M, update N, update |D_U|
     "tnpd": (None, "quadratic", "quadratic", None, None),
     "eqtnp": ("quadratic", "linear", "linear", "quadratic", "quadratic"),
@@ -182,18 +176,6 @@ def held(kept: Any) -> int:
     return sum(map(held, kept)) if isinstance(kept, tuple) else 0
 
 
-def verdict(sizes: tuple[int, ...], peaks: list[int]) -> dict[str, Any]:
-    """Constant, linear or quadratic, by the rule at the top; with the exponent and the growth a point."""
-    before, last = peaks[-2] - peaks[-3], peaks[-1] - peaks[-2]
-    growth = last / (sizes[-1] - sizes[-2])
-    exponent = log2(last / before) if last > 0 and before > 0 else float("inf")
-    slight = last < max(SLIGHT, SLIGHT_SHARE * peaks[-1])
-    if growth < 1 or (slight and abs(exponent - 1) > 0.25):
-        return {"verdict": "constant", "exponent": 0.0, "bytes_a_point": 0.0}
-    kind = "linear" if exponent < 1.5 else "quadratic"
-    return {"verdict": kind, "exponent": round(exponent, 2), "bytes_a_point": round(growth, 1)}
-
-
 def measured() -> Iterator[dict[str, Any]]:
     for name, style, run, subject in subjects():
         with torch.no_grad(), attention(style):
@@ -209,11 +191,24 @@ def measured() -> Iterator[dict[str, Any]]:
                 }  # fmt: skip
 
 
+def judged_again(content: dict[str, Any]) -> dict[str, Any]:
+    """Committed rows with the verdicts of today's rule; their peaks, and where they come from, stay."""
+    rows = [row | verdict(row["sizes"], row["peaks"]) for row in content["rows"]]
+    about = {key: value for key, value in content.items() if key not in ("note", "rows")}
+    return {**about, "note": AGAIN, "rows": rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="The paper's memory table, measured.")
     parser.add_argument("--draw", action="store_true", help="only draw the committed rows again")
-    if parser.parse_args().draw:
-        figure(json.loads((RESULTS / "complexity.json").read_text())["rows"])
+    parser.add_argument("--again", action="store_true", help="only judge the committed peaks again")
+    given = parser.parse_args()
+    if given.draw or given.again:
+        content = json.loads((RESULTS / "complexity.json").read_text())
+        if given.again:
+            content = judged_again(content)
+            save("complexity", **content)
+        figure(content["rows"])
         return
     rows = []
     for row in measured():

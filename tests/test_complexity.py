@@ -3,9 +3,11 @@
 import json
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
-from complexity import PAPER, PHASES, PublishedCMANP, PublishedTNPD, attention, verdict
+from complexity import AGAIN, PAPER, PHASES, PublishedCMANP, PublishedTNPD, attention, judged_again
+from growth import exponent, verdict
 from record import RESULTS
 
 from constmem import CMANP
@@ -37,11 +39,44 @@ def test_the_rule_sees_growth_under_a_floor(peak: Callable[[int], float], expect
         ([6421464, 6421464, 6421848, 6424936], "constant"),  # in both doublings, but not in proportion
         ([200_000_000, 200_000_000, 200_000_000, 200_150_000], "constant"),  # slight beside the peak
         ([6400000, 6400512, 6401536, 6403584], "linear"),  # as slight, but two bytes for every point
-        ([70_000, 70_000, 70_000, 80_000], "quadratic"),  # a sudden jump is no noise
+        ([70_000, 70_000, 70_000, 80_000], "linear"),  # a sudden jump is no noise: at least linear
+        ([5_000_000, 5_000_000, 5_000_000, 6_000_000], "quadratic"),  # and a great one more than that
     ],
 )
 def test_slight_growth_counts_only_if_it_is_proportional_to_the_size(peaks: list[int], expected: str) -> None:
     assert verdict((256, 512, 1024, 2048), peaks)["verdict"] == expected
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 1.3, 2.0])
+def test_the_exponent_of_what_grows_is_that_of_the_growth_whatever_it_grows_upon(power: float) -> None:
+    sizes = (512, 1024, 2048, 4096)
+    for constant in (0, 10**6):
+        peaks = [constant + int(10_000 * n**power) for n in sizes]
+        assert verdict(sizes, peaks)["exponent"] == pytest.approx(power, abs=0.01)
+
+
+def test_the_exponent_is_the_slope_of_a_least_squares_line() -> None:
+    sizes, values = [3, 8, 20, 100, 101], [7.0, 1.0, 30.0, 2.0, 900.0]
+    slope, _ = np.polyfit(np.log(sizes), np.log(values), 1)
+    assert exponent(sizes, values) == pytest.approx(slope)
+
+
+def test_every_doubling_counts_in_the_exponent_not_the_last_two_alone() -> None:
+    one, other = ([10**6 * p for p in peaks] for peaks in ([1, 2, 6, 14], [1, 4, 8, 16]))  # same last two
+    sizes = (512, 1024, 2048, 4096)
+    assert verdict(sizes, one)["exponent"] > verdict(sizes, other)["exponent"]
+
+
+def test_what_is_constant_has_its_measured_exponent_and_bytes() -> None:
+    found = verdict((256, 512, 1024, 2048), [5584088, 6421464, 6421464, 6422936])
+    assert found == {"verdict": "constant", "exponent": 0.06, "bytes_a_point": 1.4}
+    assert verdict((1, 2, 4), [8, 8, 8])["exponent"] == 0.0
+    assert all(abs(row["exponent"]) < 0.1 for row in ROWS if row["verdict"] == "constant")
+
+
+def test_judging_again_leaves_what_was_measured_and_says_so() -> None:
+    before = {"date": "then", "rows": [ROWS[0] | {"verdict": "cubic", "exponent": 3.0}]}
+    assert judged_again(before) == {"date": "then", "note": AGAIN, "rows": [ROWS[0]]}
 
 
 def test_committed_verdicts_follow_from_the_committed_peaks_and_cover_all_models() -> None:
