@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from constmem import checkpoint, recipes, sources, train
 from constmem.files import read_tensors, write_tensors
 from constmem.model import KIND, VERSION
 from constmem.neural_processes import CMANP, NeuralProcess
+from constmem.neural_processes import MODELS as NEURAL_PROCESSES
 from constmem.optimiser import Muon
 from constmem.progress import progress
 from constmem.recipes import changed, recipe
@@ -34,18 +36,30 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return CMANP.from_pretrained(folder).state_dict()
 
 
-@pytest.mark.parametrize("model", ["cmanp", "np", "bnp"])  # the last two draw samples of their own
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path, model: str) -> None:
-    run = small_run()
-    if model != "cmanp":
-        settings = changed(recipe("digits", model), [*SMALL[:4], "model.dim=8"])
-        run = Run("digits", model, "improved", settings)
-    train.train(run, out=tmp_path / "whole")
-    train.train(run, out=tmp_path / "parts", stop_after=5)
-    train.train(run, out=tmp_path / "parts", resume=True)
-    whole, parts = (
-        NeuralProcess.from_pretrained(tmp_path / folder).state_dict() for folder in ("whole", "parts")
-    )
+def kept(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """All that a checkpoint holds: weights, moments, random numbers, step; and the weights kept beside it."""
+    tensors, header = read_tensors(folder / checkpoint.FILE, kind=checkpoint.KIND, version=checkpoint.VERSION)
+    best = NeuralProcess.from_pretrained(folder).state_dict()
+    return tensors | {f"best.{name}": tensor for name, tensor in best.items()}, header
+
+
+@pytest.mark.parametrize("optimiser", ["muon", "adam"])
+@pytest.mark.parametrize("model", ["cmanp", "np", "bnp", "lbanp", "tnpd"])  # two of which draw samples
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
+    tmp_path: Path, model: str, optimiser: str
+) -> None:
+    taken = signature(NEURAL_PROCESSES[model]).parameters
+    sizes = [item for item in SMALL if item.partition("=")[0].removeprefix("model.") in taken]
+    settings = changed(recipe("digits", model), [*SMALL[:4], *sizes, f"optimiser={optimiser}"])
+    run = Run("digits", model, "improved", settings)
+    train.train(run, out=tmp_path / "whole", validate_every=4)
+    train.train(run, out=tmp_path / "parts", validate_every=4, stop_after=5)
+    train.train(run, out=tmp_path / "parts", validate_every=4, resume=True)
+    (whole, about), (parts, about_parts) = kept(tmp_path / "whole"), kept(tmp_path / "parts")
+    assert about == about_parts
+    assert about["step"] == str(run.recipe.steps)
+    assert whole.keys() == parts.keys()
+    assert {name.partition(".")[0] for name in whole} == {"model", "optimiser", "generator", "best"}
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from constmem import recipes, sources, train
+from constmem import checkpoint, recipes, sources, train
 from constmem.comparison import print_runs
+from constmem.files import read_tensors
 from constmem.point_processes import MODELS, PointProcess
 from constmem.recipes import changed, recipe
 from constmem.results import evaluate_run
@@ -64,6 +65,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     train.train(run, out=tmp_path / "parts", data_dir=folder, resume=True)
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    (last, about), (resumed, about_resumed) = (
+        read_tensors(tmp_path / name / checkpoint.FILE, kind=checkpoint.KIND, version=checkpoint.VERSION)
+        for name in ("whole", "parts")
+    )
+    assert about == about_resumed
+    assert last.keys() == resumed.keys()
+    assert all(torch.equal(last[name], resumed[name]) for name in last)
     assert float(whole["log_gap_std"]) > 1.0  # the scale of the data, not of a new model
 
 
