@@ -19,13 +19,14 @@ check: $(VENV)/.dev  ## style, types, and the direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.dev  ## measure every claim again
+bench: $(VENV)/.dev  ## measure again what a CPU can in minutes: nothing of a GPU, no table of trained models
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/complexity.py
 	$(BIN)/python benchmarks/event_cost.py
 	$(BIN)/python benchmarks/update.py
 	$(BIN)/python benchmarks/numerics.py
 	$(BIN)/python benchmarks/rounding.py
+	$(BIN)/python benchmarks/diabetes.py
 	$(BIN)/constmem bench --out benchmarks/results/bench.json
 
 $(VENV)/.pip: constraints.txt
