@@ -44,8 +44,8 @@ def prepare(
     from functools import partial
 
     from constmem import data
+    from constmem.names import known
     from constmem.progress import counted
-    from constmem.recipes import known
 
     with counted(f"preparing {what}") as progress:
         preparers: dict[str, Callable[[Path, Path], Path]] = {

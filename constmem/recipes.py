@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from constmem.names import known as known  # most who ask for settings ask for names too
-from constmem.variants import PLAIN_CMHP as PLAIN_CMHP
-from constmem.variants import settings_of
+from constmem.names import known
+from constmem.variants import PLAIN_CMHP, settings_of
 
 Precision = Literal["float32", "tf32", "bf16"]
 Sampling = Literal["reference", "static", "ragged"]

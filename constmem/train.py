@@ -19,9 +19,10 @@ from constmem.keeping import Keeper, Losses, StoppedError
 from constmem.log import Log
 from constmem.memory import Peak
 from constmem.model import Model
+from constmem.names import known
 from constmem.optimiser import Muon
 from constmem.progress import progress
-from constmem.recipes import Recipe, known
+from constmem.recipes import Recipe
 from constmem.sources import Source, open_source
 from constmem.variants import require_settings
 

@@ -16,7 +16,8 @@ from event_ablation import OPTIONS, ablate, jobs_of, variants
 from matplotlib.image import imread
 
 from constmem.point_processes import CMHP
-from constmem.recipes import PLAIN_CMHP, complete, recipe
+from constmem.recipes import complete, recipe
+from constmem.variants import PLAIN_CMHP
 
 TINY = ["steps=4", "batch=4", "warmup=1", "validate_every=2", "model.dim=8", "model.hidden=8"]
 

@@ -8,7 +8,7 @@ from constmem import checks
 from constmem.bench.benches import BENCHES, Plan
 from constmem.bench.record import provenance, write
 from constmem.bench.show import show
-from constmem.recipes import known
+from constmem.names import known
 
 __all__ = ["BENCHES", "bench"]
 

@@ -13,7 +13,7 @@ import numpy as np
 from constmem.data.catalogue import EVENT_KEYS, EVENT_SPLITS, KNOWN
 from constmem.data.events import Events
 from constmem.data.packs import Array, Folder, data_folder, find_pack, read_pack
-from constmem.recipes import known
+from constmem.names import known
 
 File = str | os.PathLike[str]
 Split = Literal["train", "validation", "test"]

@@ -18,7 +18,7 @@ from constmem.data.event_rows import SECONDS, moment, read_rows
 from constmem.data.events import Events
 from constmem.data.packs import read_pack
 from constmem.files import read_tensors, write_tensors
-from constmem.recipes import known
+from constmem.names import known
 
 KIND, VERSION = "constmem.event_log", 1
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".npz")

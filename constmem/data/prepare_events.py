@@ -11,7 +11,7 @@ import numpy as np
 from constmem.data.catalogue import EVENT_SPLITS
 from constmem.data.event_files import By, Sequences, csv_sequences, easytpp_sequences, parquet_sequences
 from constmem.data.packs import Array, Folder, data_folder, write_pack
-from constmem.recipes import known
+from constmem.names import known
 
 Source = str | os.PathLike[str]
 
