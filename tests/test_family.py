@@ -182,6 +182,20 @@ def test_the_loss_and_its_gradient_compile_to_one_graph_and_stay_the_same(model:
         torch.testing.assert_close(p.grad, want, atol=1e-10, rtol=1e-9)
 
 
+@pytest.mark.compiles
+@torch.no_grad()
+def test_a_compiled_loss_takes_contexts_of_other_sizes(model: NeuralProcess) -> None:
+    x, y, xt, yt = data()
+    torch.compiler.reset()
+    compiled = torch.compile(model.loss, backend="eager")
+    for n in (11, 8, 6):  # sizes become symbols at the second
+        noise = model.loss_noise(x[:, :n], generator=torch.Generator().manual_seed(4))
+        points = x[:, :n], y[:, :n], xt, yt
+        torch.testing.assert_close(
+            compiled(*points, noise=noise), model.loss(*points, noise=noise), atol=1e-10, rtol=0
+        )
+
+
 @pytest.mark.parametrize("name", MIXTURES)
 def test_models_that_draw_samples_are_told_what_to_draw_by_a_generator(name: str) -> None:
     model, points = small(name).requires_grad_(False), data()

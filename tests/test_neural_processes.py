@@ -993,4 +993,6 @@ def test_conditioning_and_querying_compile(factory: Factory) -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(predict, backend="eager")
-    torch.testing.assert_close(compiled(x, y, xt), predict(x, y, xt), atol=1e-5, rtol=0)
+    for n in (x.shape[1], 8, 6):  # sizes become symbols at the second
+        points = x[:, :n], y[:, :n], xt
+        torch.testing.assert_close(compiled(*points), predict(*points), atol=1e-5, rtol=0)

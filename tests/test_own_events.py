@@ -353,5 +353,5 @@ def test_options_and_models_that_do_not_fit_are_told_before_a_file_is_read(tmp_p
 def test_baselines_can_predict_the_mark_from_the_gap_too() -> None:
     for model in ("thp", "gru", "trivial"):
         assert event_recipe(f"{model}-gap", num_marks=3).model == {"num_marks": 3, "mark_given_gap": True}
-    with pytest.raises(ValueError, match="no variant 'gap'"):
+    with pytest.raises(ValueError, match="no variant of cmhp 'gap'"):
         event_recipe("cmhp-gap", num_marks=3)

@@ -1,8 +1,6 @@
 """Runs that go wrong: told at once and exactly, and never at the cost of what was good before."""
 
 import json
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,7 +187,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: Any, **__: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(train, "progress", stop)  # before signals are held back
 

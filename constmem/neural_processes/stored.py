@@ -170,7 +170,7 @@ class StoringProcess(NeuralProcess[StoredPoints, M]):
 
     def _merged(self, chunks: Iterable[Chunk]) -> StoredPoints:
         parts = list(chunks)
-        size = sum(t.nbytes for x, y, _ in parts for t in (x, y))
+        size = sum(t.numel() * t.element_size() for x, y, _ in parts for t in (x, y))  # compilers lack nbytes
         require(size, self.device, f"{type(self).__name__}, which stores a copy of all points,")
         return self._observe(*parts[0], None) if len(parts) == 1 else StoredPoints(*joined(*parts))
 
