@@ -261,3 +261,19 @@ def test_under_autocast_half_as_many_bytes_are_asked_for(monkeypatch: pytest.Mon
         model.afford(4, 30, 8)
     with pytest.raises(MemoryError, match="given 30 points and 8 targets in a batch of 4"):
         model.afford(4, 30, 8)
+
+
+def test_estimates_are_about_what_training_took_on_a_gpu() -> None:
+    results, seen = Path(__file__).parents[1] / "benchmarks" / "results", set()
+    for table in ("celeba32", "celeba64", "celeba128"):
+        for row in json.loads((results / f"{table}.json").read_text())["rows"]:
+            model = train.build(Run(table, row["model"], row["recipe"], recipe(table, row["model"])))
+            settings, took = row["settings"], row["peak_memory"]["training"]
+            assert settings["precision"] == "bf16"
+            sizes = settings["batch"], settings["max_points"] - 3, settings["num_targets"]
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                estimated = model.estimated_peak(*sizes, learning=True)
+            if estimated:  # a model whose memory grows with its points
+                assert 0.4 < estimated / took < 1.25, (table, row["model"])
+                seen.add(row["model"])
+    assert seen == {"canp", "anp", "bnp", "banp", "tnpd", "eqtnp", "lbanp"}
