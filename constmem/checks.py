@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from itertools import chain
-from math import isfinite
+from math import isfinite, sqrt
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 FEW = 32  # numbers that are looked at one by one
@@ -17,12 +18,14 @@ def finite(
 
     Args:
         first: the number of points before `tensor` in the data it was cut from.
-        taken: the same numbers as the model takes them, in its units and precision: these must be finite.
+        taken: the same numbers as the model takes them, in its units and precision: these must be finite,
+            and leave room for the squares that norms are made of.
     """
+    limit = torch.finfo(tensor.dtype).max if taken is None else largest(taken.dtype)
     taken = tensor if taken is None else taken
-    if torch.compiler.is_compiling() or _sums_up(taken):
-        return  # a finite sum has finite terms; the other way round is looked at closely
-    good = torch.isfinite(taken)
+    if torch.compiler.is_compiling() or _fits(taken, limit):
+        return
+    good = taken.abs() <= limit
     if mask is not None:
         good = good | ~mask[..., None]
     if bool(good.all()):
@@ -30,30 +33,41 @@ def finite(
     bad = ~good
     b, n, c = (int(i) for i in bad.nonzero()[0])
     value, inside = tensor[b, n, c].item(), taken[b, n, c].item()
-    as_taken = f", which the model takes as {inside} in its {taken.dtype}" if isfinite(value) else ""
+    as_taken = f", which the model takes as {inside:.3g} in its {taken.dtype}" if isfinite(value) else ""
     raise ValueError(
         f"{name}[{b}, {n + first}, {c}] is {value}{as_taken}: every value of {name} must be "
-        "finite; leave points out with mask= (True = real)"
+        f"finite, and at most {limit:.2g} in size; leave points out with mask= (True = real)"
     )
 
 
-def _sums_up(tensor: Tensor) -> bool:
-    """Whether the sum of all numbers is finite: of a few, faster outside of PyTorch."""
+def largest(dtype: torch.dtype) -> float:
+    """The largest number that a model of this precision takes: grown a thousandfold its square is finite."""
+    most = torch.finfo(dtype).max
+    return most if dtype == torch.float16 else sqrt(most) / 1000  # squares of float16 are float32
+
+
+def _fits(tensor: Tensor, limit: float) -> bool:
+    """Whether surely no number is beyond the limit: a few are looked at one by one, outside of PyTorch."""
     if tensor.numel() <= FEW:
         every = chain.from_iterable(chain.from_iterable(tensor.tolist()))
-        return all(map(isfinite, every))  # on a GPU, too: they are copied in the time a sum would be
-    return isfinite(tensor.detach().sum().item())
+        return all(-limit <= v <= limit for v in every)  # on a GPU, too: copied in the time a sum would be
+    return bool(_squares(tensor).item() <= limit**2)
+
+
+def _squares(tensor: Tensor) -> Float[Tensor, ""]:
+    """The sum of all squares, none of which is larger."""
+    flat = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)).flatten()
+    return torch.dot(flat, flat)
 
 
 def surely_finite(*tensors: Tensor) -> bool:
-    """Whether one sum over all of them is finite, as none with NaN or infinity is: one wait for a GPU."""
+    """Whether all their squares add up to little, as none with NaN or huge ones do: one wait for a GPU."""
     if torch.compiler.is_compiling():
         return True
     if len(tensors) == 1 and tensors[0].numel() <= FEW:
-        return _sums_up(tensors[0])
-    wide = torch.promote_types(tensors[0].dtype, torch.float32)
-    sums = [t.detach().sum(dtype=wide) for t in tensors]
-    return isfinite(sum(sums[1:], sums[0]).item())
+        return _fits(tensors[0], largest(tensors[0].dtype))
+    sums = [_squares(t) for t in tensors]
+    return bool(sum(sums[1:], sums[0]).item() <= largest(tensors[0].dtype) ** 2)
 
 
 def first_not_finite(named: Mapping[str, Tensor]) -> str | None:

@@ -96,6 +96,7 @@ _DEPTHS = {"gp": (4, 2, 3), "celeba": (6, 3, 5), "": (5, 3, 4)}  # of the CNP fa
 _CNP_FAMILY = ("cnp", "canp", "np", "anp", "bnp", "banp")
 FAMILIES = dict.fromkeys((*_CNP_FAMILY, "tnpd", "eqtnp", "lbanp", "cmanp"), False)
 FAMILIES |= dict.fromkeys(EVENT_MODELS, True)  # every model: is it one of events?
+TOLD_BY_DATA = ("model.dim_x", "model.dim_y", "model.num_marks")
 UNUSED = {  # settings that a kind of data has no use for
     "images": ("jitter", "reads"),
     "gp": ("augment", "jitter", "max_points", "num_targets", "reads", "skew"),
@@ -236,7 +237,7 @@ def changed(
         key, equals, value = item.partition("=")
         if not equals:
             raise ValueError(f"{item!r} is not of the form key=value")
-        if key in ("model.dim_x", "model.dim_y", "model.num_marks"):
+        if key in TOLD_BY_DATA:
             raise ValueError(f"{key} cannot be set: the data say it")
         if key in unused:
             raise ValueError(f"{key} means nothing for these data: leave --set {item} out")

@@ -12,14 +12,17 @@ from typing import Any
 
 import torch
 
+from constmem.checkpoint import FILE as CHECKPOINT
 from constmem.data import EventLog, Table
 from constmem.files import clear_unfinished, read_json, write_text
 from constmem.log import BOARD
 from constmem.log import FILE as METRICS
+from constmem.model import CONFIG, WEIGHTS
 from constmem.recipes import complete
 
 RUN = "run.json"
 TABLE, LOG = "table.safetensors", "events.safetensors"  # the rows or events of a run on one's own data
+WRITTEN = (CONFIG, WEIGHTS, CHECKPOINT, METRICS, TABLE, LOG, "eval.json")  # beside run.json
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -83,6 +86,11 @@ def prepare(
             what = "rows" if isinstance(own, Table) else "events"
             raise ValueError(f"{out} is a run on other {what} than {own.name} has now: start anew")
         return
+    if others := [name for name in WRITTEN if (out / name).exists()]:
+        raise FileExistsError(
+            f"{out} is no run's folder, but holds {', '.join(others)}, which a run would write over: take "
+            "another --out"
+        )
     about = {
         "run": content,
         "commit": current_commit(),

@@ -20,9 +20,11 @@ from constmem.log import Log
 from constmem.memory import Peak
 from constmem.model import Model
 from constmem.names import known
+from constmem.neural_processes import Scales
+from constmem.neural_processes.model import PointModel
 from constmem.optimiser import Muon
 from constmem.progress import progress
-from constmem.recipes import Recipe
+from constmem.recipes import TOLD_BY_DATA, Recipe
 from constmem.sources import Source, open_source
 from constmem.variants import require_settings
 
@@ -130,13 +132,17 @@ def train(
 
 
 def _begin_with(model: Model, start: str) -> None:
-    """Take on the weights, and the units, of another run of the same model."""
+    """Take on the weights, and the units if it has any, of another run of the same model."""
     given = type(model).from_pretrained(start)
     differ = [key for key in given.config if given.config[key] != model.config[key]]
+    told = ", ".join(f"model.{key}={given.config[key]}" for key in differ)
+    if any(f"model.{key}" in TOLD_BY_DATA for key in differ):
+        raise ValueError(f"start={start} has weights for other data, {told}: begin without it")
     if differ:
-        told = ", ".join(f"model.{key}={given.config[key]}" for key in differ)
         raise ValueError(f"start={start} has weights for {told}: --set these too, or begin without it")
-    model.load_state_dict(given.state_dict())
+    if isinstance(model, PointModel) and isinstance(given.scales, Scales):
+        model.set_scales(given.scales)
+    model.load_state_dict(model.state_dict() | given.state_dict())
 
 
 def _validate(model: Model, source: Source[Any]) -> float:

@@ -12,7 +12,7 @@ import torch
 from conftest import Refuses
 from family import CNP_FAMILY, MIXTURES, POOLED, STORED, assert_same, data, ragged, small
 
-from constmem import Decay, NeuralProcess, Stream
+from constmem import Decay, NeuralProcess, Stream, checks
 from constmem.neural_processes import LBANP, MODELS, StoredPoints
 from constmem.state import AttentionState
 
@@ -203,6 +203,25 @@ def test_models_that_draw_samples_are_told_what_to_draw_by_a_generator(name: str
     assert one == same != other
     torch.manual_seed(4)
     assert model.loss(*points) == one  # PyTorch's own where none is given
+
+
+@torch.no_grad()
+def test_fill_values_are_refused_and_what_is_not_gives_finite_answers(
+    model: NeuralProcess,
+) -> None:
+    model, (x, y, xt, _) = model.float(), (t.float() for t in data())
+    stream = Stream(model, batch=2)
+    stream.observe(x, y)
+    for point in (x, y):
+        for size, fits in ((1e20, False), (-9.97e36, False), (checks.largest(torch.float32), True)):
+            kept, point[1, 3, 0] = point[1, 3, 0].item(), size
+            if fits:
+                assert bool(model.query(model.condition(x, y), xt).mean.isfinite().all())
+            else:
+                with pytest.raises(ValueError, match=r"\[1, 3, 0\] is .*, and at most 1.8e\+16 in size"):
+                    stream.observe(x, y)
+            point[1, 3, 0] = kept
+    assert bool(stream.predict(xt).mean.isfinite().all())
 
 
 def test_a_stream_runs_on_every_model(model: NeuralProcess) -> None:

@@ -248,6 +248,18 @@ def test_the_same_seed_gives_the_same_evaluation_tasks(file: Path) -> None:
 # Training
 
 
+def test_weights_to_begin_with_bring_their_units_or_get_those_of_the_data(tmp_path: Path) -> None:
+    x = torch.linspace(5000, 6000, 60)
+    recipe = changed(table_recipe("cmanp", dim_x=1, dim_y=1, rows=60, grouped=False), TINY)
+    CMANP(**recipe.model).save_pretrained(tmp_path / "plain")
+    starts = {"own": tmp_path / "plain", "brought": tmp_path / "own"}  # the second begins with the first
+    for (name, start), rows in zip(starts.items(), (x, x + 1e6), strict=True):
+        change = [*TINY, f"start={start}"]
+        model = train_table(Table.of(rows, rows), "cmanp", out=tmp_path / name, steps=1, change=change)
+        assert model.scales is not None
+        assert 5400 < float(model.scales.x_mean) < 5600
+
+
 def test_a_table_becomes_a_model_in_its_own_units(tmp_path: Path) -> None:
     """A steep line far from zero: only a model that knows the units can come near it."""
     x = torch.linspace(5000, 6000, 300, dtype=torch.float64)

@@ -143,7 +143,7 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path: Path) -> None:
     [
         ("first", ["model.num_slots=3"], r"weights for model\.num_slots=\d+: --set these too"),
         ("nowhere", [], "nowhere"),
-        ("gp", [], "weights for model"),
+        ("gp", [], r"weights for other data, model\.dim_x=1.*: begin without it"),
     ],
 )
 def test_weights_that_a_run_cannot_begin_with_leave_no_folder(
@@ -154,6 +154,22 @@ def test_weights_that_a_run_cannot_begin_with_leave_no_folder(
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         train.train(small_run("steps=1", f"start={start}", *changes), out=Path("second"))
     assert not Path("second").exists()
+
+
+@pytest.mark.parametrize("mine", ["config.json", "model.safetensors", "metrics.jsonl", "eval.json"])
+def test_a_run_writes_over_nothing_that_lies_in_its_folder(mine: str, tmp_path: Path) -> None:
+    (tmp_path / mine).write_text("mine")
+    (tmp_path / "notes.txt").write_text("mine, too")  # which is in nobody's way
+    with pytest.raises(
+        FileExistsError, match=f"holds {mine}, which a run would write over: take another --out"
+    ):
+        train.train(small_run("steps=1"), out=tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        mine: "mine",
+        "notes.txt": "mine, too",
+    }
+    (tmp_path / mine).unlink()
+    train.train(small_run("steps=1"), out=tmp_path)
 
 
 def test_a_run_of_a_version_that_knew_fewer_settings_goes_on(tmp_path: Path) -> None:
