@@ -168,13 +168,13 @@ def evaluate(
     Runs that differ by seed alone are also given as the mean ± standard deviation over their seeds.
     """
     from constmem import comparison
-    from constmem.results import evaluate_run
+    from constmem.results import evaluate_runs
 
-    found = [evaluate_run(run, data_dir=data_dir, device=device) for run in runs]
+    found = evaluate_runs(runs, data_dir=data_dir, device=device)
     if as_json:
-        print(json.dumps(comparison.over_seeds(found), indent=1))
+        print(comparison.json_text(comparison.over_seeds(found)))
     else:
-        comparison.print_runs(found)
+        comparison.print_runs(found, runs)
 
 
 @app.command()

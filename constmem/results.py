@@ -1,14 +1,16 @@
 """From a run's folder to its row: scores on the test sets, beside the published figures."""
 
+import hashlib
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from constmem import checks
 from constmem.data import Events
@@ -17,11 +19,12 @@ from constmem.evaluate_events import evaluate_events
 from constmem.files import write_text
 from constmem.log import read_metrics
 from constmem.memory import Peak
+from constmem.model import WEIGHTS
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
 from constmem.progress import progress
 from constmem.recipes import Recipe, of_events
-from constmem.run_folder import device_name, own_data, read_run
+from constmem.run_folder import LOG, TABLE, device_name, own_data, read_run
 from constmem.sources import SIMULATED, Source, open_source
 
 # Log-likelihoods of the paper's image table (mean of 5 seeds); for Gaussian processes of its later version.
@@ -67,6 +70,17 @@ def source_of(
     return open_source(run["dataset"], recipe, data_dir=data_dir, device=device, table=own_data(folder))
 
 
+def evaluate_runs(folders: Sequence[Path], *, data_dir: Path | None, device: str) -> list[dict[str, Any]]:
+    """Score runs one after the other; that each folder holds one is made sure of before the first."""
+    for folder in folders:
+        read_run(folder)
+        if not (folder / WEIGHTS).is_file():
+            raise FileNotFoundError(
+                f"there is no trained model in {folder} ({WEIGHTS}): go on with its training by --resume"
+            )
+    return [evaluate_run(folder, data_dir=data_dir, device=device) for folder in folders]
+
+
 def evaluate_run(folder: Path, *, data_dir: Path | None, device: str) -> dict[str, Any]:
     """Score a run on its test sets and write the row to its eval.json."""
     about = read_run(folder)
@@ -88,6 +102,7 @@ def evaluate_run(folder: Path, *, data_dir: Path | None, device: str) -> dict[st
         "parameters": sum(p.numel() for p in model.parameters()),
         "settings": run["recipe"],
         "data": source.statement,
+        **_own(folder, run),
         "device": about.get("device") or device_name(where),
         "evaluated_on": device_name(where),
         "commit": about.get("commit"),
@@ -100,6 +115,18 @@ def evaluate_run(folder: Path, *, data_dir: Path | None, device: str) -> dict[st
         _log.warning("these scores could not be kept: %s", json.dumps(row))  # they took a while to get
         raise
     return row
+
+
+def _own(folder: Path, run: dict[str, Any]) -> dict[str, Any]:
+    """Of data of one's own: what its columns are, and a digest of the numbers, to know the same data by."""
+    kept = next((folder / name for name in (LOG, TABLE) if (folder / name).is_file()), None)
+    if kept is None:
+        return {}
+    digest = hashlib.sha256()
+    for name, tensor in sorted(load_file(kept).items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.numpy().tobytes())
+    return {"columns": run.get("columns"), "contents": digest.hexdigest()[:16]}
 
 
 def _peak_of(metrics: list[dict[str, Any]]) -> int | None:

@@ -165,10 +165,10 @@ def test_recipes_settings_and_models_are_kept_apart_and_in_the_order_of_the_pape
 
 
 def test_of_two_rows_of_one_seed_the_newer_counts() -> None:
-    newer = row(0, date="2027-01-01", parameters=99)
+    newer = row(0, date="2027-01-01", minutes=99.0)
     for rows in ([row(0), newer], [newer, row(0)]):
         (entry,) = compare(rows)
-        assert (entry.parameters, entry.seeds) == (99, [0])
+        assert (entry.minutes, entry.seeds) == (99.0, [0])
 
 
 def test_a_data_set_without_published_figures_has_no_column_for_them() -> None:

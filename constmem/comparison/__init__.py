@@ -2,9 +2,10 @@
 
 from constmem.comparison.events import EventEntry
 from constmem.comparison.points import Entry
-from constmem.comparison.rows import NAMES, Figure, model_name, read_rows
+from constmem.comparison.reading import read_rows
+from constmem.comparison.rows import NAMES, Figure, model_name
 from constmem.comparison.runs import over_seeds, print_runs
-from constmem.comparison.tables import as_json, compare, markdown, show, tabulate
+from constmem.comparison.tables import as_json, compare, json_text, markdown, show, tabulate
 
 __all__ = [
     "NAMES",
@@ -13,6 +14,7 @@ __all__ = [
     "Figure",
     "as_json",
     "compare",
+    "json_text",
     "markdown",
     "model_name",
     "over_seeds",

@@ -5,12 +5,23 @@ from math import isnan
 from statistics import mean
 from typing import Any
 
-from constmem.comparison.rows import NAMES, Figure, Rows, Table, devices, full_name, place, shared_tests
+from constmem.comparison.rows import (
+    NAMES,
+    Figure,
+    Rows,
+    Table,
+    devices,
+    full_name,
+    of_data,
+    place,
+    shared_tests,
+)
 
 SHOWN = (
     "nll", "time_nll", "mark_nll", "survival_nll", "rmse", "mae_median", "accuracy", "accuracy_given_gap",
     "top5", "ks",
 )  # fmt: skip
+ALWAYS = ("nll", "time_nll", "rmse")  # NaN only where a model has failed
 OF_MARKS = ("mark_nll", "accuracy", "accuracy_given_gap", "top5")
 HEADS = {
     "nll": "NLL", "time_nll": "time", "mark_nll": "mark", "survival_nll": "survival", "rmse": "RMSE",
@@ -40,7 +51,7 @@ ELSEWHERE: dict[str, tuple[tuple[str, str, dict[str, float]], ...]] = {
 
 @dataclass(frozen=True)
 class EventEntry:
-    """All runs of one event model by one recipe and the same settings on one data set.
+    """All runs of one event model by one recipe and the same settings on the same data.
 
     Attributes:
         seeds: of the runs that the figures are means over.
@@ -51,6 +62,7 @@ class EventEntry:
         unit: of gaps, RMSE and MAE.
         settings: of the recipe; what tells apart entries of one model is shown beside its name.
         minutes: of training, the mean over runs.
+        data, contents, columns: what the data are; of one's own also a digest of them, and which columns.
     """
 
     dataset: str
@@ -67,6 +79,9 @@ class EventEntry:
     batch: int
     minutes: float
     device: str
+    data: str | None = None
+    contents: str | None = None
+    columns: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, rows: Rows) -> "EventEntry":
@@ -80,7 +95,7 @@ class EventEntry:
             unit=first["scores"][tests[0]]["unit"], settings=first["settings"],
             parameters=first["parameters"], steps=max(row["steps"] for row in rows),
             batch=first["settings"]["batch"], minutes=mean(row["minutes"] for row in rows),
-            device=devices(rows),
+            device=devices(rows), **of_data(first),
         )  # fmt: skip
 
     @property
@@ -90,12 +105,12 @@ class EventEntry:
 
 
 def _figures(scores: list[dict[str, Any]]) -> dict[str, Figure]:
-    """Of the scores of several seeds, what a table shows and all of them have: those of marks may be NaN."""
+    """Of the scores of several seeds, what a table shows and all of them have: there may be no marks."""
 
-    def known(score: float | None) -> bool:
-        return score is not None and not isnan(score)
+    def known(key: str, score: float | None) -> bool:
+        return score is not None and (key in ALWAYS or not isnan(score))
 
-    told = [key for key in SHOWN if all(known(own.get(key)) for own in scores)]
+    told = [key for key in SHOWN if all(known(key, own.get(key)) for own in scores)]
     return {key: Figure.of([own[key] for own in scores]) for key in told}
 
 

@@ -4,7 +4,17 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
-from constmem.comparison.rows import NAMES, Figure, Rows, Table, devices, full_name, place, shared_tests
+from constmem.comparison.rows import (
+    NAMES,
+    Figure,
+    Rows,
+    Table,
+    devices,
+    full_name,
+    of_data,
+    place,
+    shared_tests,
+)
 
 PHASES = ("training", "evaluation")
 MORE = ("RMSE", "CRPS", "90 %")  # columns that are shown where they are asked for
@@ -12,7 +22,7 @@ MORE = ("RMSE", "CRPS", "90 %")  # columns that are shown where they are asked f
 
 @dataclass(frozen=True)
 class Entry:
-    """All runs of one model by one recipe and the same settings on one data set.
+    """All runs of one model by one recipe and the same settings on the same data.
 
     Attributes:
         seeds: of the runs that the figures are means over.
@@ -25,6 +35,7 @@ class Entry:
         settings: of the recipe; what tells apart entries of one model is shown beside its name.
         peak: bytes that training and evaluation took on a GPU beyond data and weights, the most of all runs.
         minutes: of training, the mean over runs.
+        data, contents, columns: what the data are; of one's own also a digest of them, and which columns.
     """
 
     dataset: str
@@ -46,6 +57,9 @@ class Entry:
     batch: int
     minutes: float
     device: str
+    data: str | None = None
+    contents: str | None = None
+    columns: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, rows: Rows) -> "Entry":
@@ -69,7 +83,7 @@ class Entry:
             exact=known("exact_by_batch"), exact_by_point=known("exact"), settings=first["settings"],
             peak=_peak(rows), parameters=first["parameters"],
             steps=max(row["steps"] for row in rows), batch=first["settings"]["batch"],
-            minutes=mean(row["minutes"] for row in rows), device=devices(rows),
+            minutes=mean(row["minutes"] for row in rows), device=devices(rows), **of_data(first),
         )  # fmt: skip
 
     @property

@@ -1,15 +1,12 @@
-"""Rows that `constmem eval` wrote: read, put together by seeds, and named as people name them."""
+"""Rows that `constmem eval` wrote: put together by seeds, and named as people name them."""
 
 import json
-import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import floor, log10
-from pathlib import Path
+from math import floor, isfinite, log10, nan
 from statistics import mean, stdev
 from typing import Any, Protocol
 
-from constmem.files import read_json
 from constmem.recipes import complete
 
 NAMES = {
@@ -30,8 +27,8 @@ NAMES = {
 PAPER = ("cnp", "canp", "np", "anp", "bnp", "banp", "tnpd", "eqtnp", "lbanp", "cmanp")
 OF_EVENTS = ("trivial", "gru", "thp", "cmhp")
 MODEL_NAMES = {"tnpd": "TNP-D", "trivial": "no history"}
-KEYS = {"dataset", "model", "recipe", "seed", "scores", "settings"}
 TOLD = ("steps", "batch")  # settings that have a column of their own
+OF_DATA = ("data", "contents", "columns")  # what a row says of the data that it was scored on
 Rows = list[dict[str, Any]]
 Table = tuple[str, list[str], list[list[str]]]  # its name, the heads of the columns, the cells
 
@@ -45,7 +42,9 @@ class Figure:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Figure":
-        """Of one value for each seed."""
+        """Of one value for each seed; NaN where there are several and not all of them are finite."""
+        if len(values) > 1 and not all(map(isfinite, values)):
+            return cls(nan, nan)
         return cls(mean(values), stdev(values) if len(values) > 1 else None)
 
     def __str__(self) -> str:
@@ -76,7 +75,7 @@ class Figure:
 
 
 class Compared(Protocol):
-    """All runs of one model by one recipe and the same settings on one data set."""
+    """All runs of one model by one recipe and the same settings on the same data."""
 
     @property
     def dataset(self) -> str: ...
@@ -86,40 +85,32 @@ class Compared(Protocol):
     def recipe(self) -> str: ...
     @property
     def settings(self) -> dict[str, Any]: ...
-
-
-def read_rows(paths: Iterable[Path]) -> Rows:
-    """The rows of run folders (their eval.json) and of JSON files with one row or many."""
-    found: Rows = []
-    paths = list(paths)
-    unscored = [path for path in paths if path.is_dir() and not (path / "eval.json").is_file()]
-    if unscored:
-        names = shlex.join(map(str, unscored))
-        raise FileNotFoundError(f"no scores in {names}: run `constmem eval {names}` first")
-    for path in paths:
-        file = path / "eval.json" if path.is_dir() else path
-        if not file.is_file():
-            raise FileNotFoundError(f"there is no run folder or JSON file {path}")
-        content = read_json(file, "expected rows that `constmem eval` wrote; run it again")
-        rows = content.get("rows", [content]) if isinstance(content, dict) else content
-        for row in rows if isinstance(rows, list) else [None]:
-            missing = KEYS.difference(row if isinstance(row, dict) else ())
-            if missing:
-                raise ValueError(
-                    f"{file} has a row without {', '.join(sorted(missing))}: not one of an evaluation"
-                )
-        found += rows
-    return found
+    @property
+    def steps(self) -> int: ...
+    @property
+    def parameters(self) -> int: ...
+    @property
+    def data(self) -> str | None: ...
+    @property
+    def contents(self) -> str | None: ...
+    @property
+    def columns(self) -> dict[str, Any] | None: ...
 
 
 def kind(row: dict[str, Any]) -> str:
     """What rows have in common that differ by seed alone."""
     named = [row[key] for key in ("dataset", "model", "recipe")]
-    return json.dumps([*named, complete(row["settings"])], sort_keys=True)
+    found = [row.get(key) for key in ("steps", "parameters", *OF_DATA)]
+    return json.dumps([*named, complete(row["settings"]), *found], sort_keys=True)
+
+
+def of_data(row: dict[str, Any]) -> dict[str, Any]:
+    """What a row says of its data; of a data set that is not one's own, less."""
+    return {key: row.get(key) for key in OF_DATA}
 
 
 def grouped(rows: Rows, *, dataset: str | None = None) -> list[Rows]:
-    """Rows of the same model, recipe and settings together; of two rows of one seed the newer counts."""
+    """Rows of the same `kind` together; of two rows of one seed the newer counts."""
     groups: dict[str, dict[int, dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: row.get("date", "")):
         if dataset is None or row["dataset"] == dataset:
@@ -157,21 +148,48 @@ def model_name(model: str) -> str:
     return f"{MODEL_NAMES.get(base, base.upper())}{dash}{variant}"
 
 
-def told_apart(entry: Compared, entries: Iterable[Compared]) -> str:
-    """The settings that tell an entry from others of the same model and recipe, but for `TOLD`."""
+def told_apart(entry: Compared, entries: Iterable[Compared], *, told: Sequence[str] = TOLD) -> str:
+    """What tells an entry from others of the same model and recipe: settings, data, steps not taken.
+
+    Args:
+        told: settings that are told elsewhere.
+    """
     name = entry.dataset, entry.model, entry.recipe
-    same = [_flat(e.settings) for e in entries if (e.dataset, e.model, e.recipe) == name]
-    own = _flat(entry.settings)
-    told = [key for key in own if any(other.get(key) != own[key] for other in same)]
-    return ", ".join(f"{key}={own[key]}" for key in told)
+    same = {id(e): e for e in entries if (e.dataset, e.model, e.recipe) == name}
+    flat = {key: _flat(other, told) for key, other in same.items()}
+    own = _flat(entry, told)
+    notes = {key: own[key] for key in own if any(other.get(key) != own[key] for other in flat.values())}
+    alike = [other for key, other in same.items() if flat[key] == own]
+    for key in ("data", "contents", "parameters"):  # the next where those before do not tell
+        value = getattr(entry, key)
+        if any(getattr(other, key) != value for other in alike):
+            notes[key] = value
+            alike = [other for other in alike if getattr(other, key) == value]
+    return ", ".join([*(f"{key}={_shown(value)}" for key, value in notes.items()), *_stopped(entry)])
 
 
 def full_name(entry: Compared, entries: Iterable[Compared]) -> str:
-    """The model's name, with the settings that tell it from others of that name."""
+    """The model's name, with what tells it from others of that name."""
     note = told_apart(entry, entries)
     return model_name(entry.model) + (f" ({note})" if note else "")
 
 
-def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    every = complete(settings)
-    return {key: value for key, value in (every | every["model"]).items() if key not in ("model", *TOLD)}
+def _stopped(entry: Compared) -> list[str]:
+    """How far a run came that did not come to its end; without its metrics, 0 steps, that is not known."""
+    asked = entry.settings.get("steps")
+    if not entry.steps:
+        return ["steps unknown"]
+    return [f"{entry.steps:,} of {asked:,} steps"] if asked is not None and entry.steps < asked else []
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == "":
+        return "none"
+    words = isinstance(value, list) and all(isinstance(word, str) for word in value)
+    return ",".join(value) if words else str(value)
+
+
+def _flat(entry: Compared, told: Sequence[str]) -> dict[str, Any]:
+    settings = complete(entry.settings)
+    every = settings | settings["model"] | (entry.columns or {})
+    return {key: value for key, value in every.items() if key not in ("model", *told)}

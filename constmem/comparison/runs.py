@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import compress
+from pathlib import Path
 from typing import Any
 
 from constmem.comparison.events import EventEntry
@@ -34,34 +35,44 @@ def over_seeds(rows: Rows) -> Rows:
     return [row | ({"over_seeds": several[kind(row)]} if kind(row) in several else {}) for row in rows]
 
 
-def print_runs(rows: Rows) -> None:
-    """Tables of runs, of points and of events: ours beside the published, without empty columns."""
+def print_runs(rows: Rows, folders: Sequence[Path] | None = None) -> None:
+    """Tables of runs, of points and of events: ours beside the published, without empty columns.
+
+    Args:
+        folders: where the runs are, to tell apart those that nothing else does.
+    """
     single: Entries = [entry_of([row]) for row in rows]
     several = [entry for entry in compare(rows) if len(entry.seeds) > 1]
-    for columns, told, events in ((POINTS, TOLD_OF_POINTS, False), (OF_EVENTS, TOLD_OF_EVENTS, True)):
+    names = [_name(entry, single) for entry in single]
+    if folders is not None:
+        told = zip(names, folders, strict=True)
+        names = [f"{name}, {folder}" if names.count(name) > 1 else name for name, folder in told]
+    named = list(zip(single, names, strict=True)), [(entry, _name(entry, several)) for entry in several]
+    for columns, told_below, events in ((POINTS, TOLD_OF_POINTS, False), (OF_EVENTS, TOLD_OF_EVENTS, True)):
         own, pooled = (
             [
                 line
-                for entry in entries
+                for entry, name in entries
                 if isinstance(entry, EventEntry) == events
-                for line in _lines(entry, entries)
+                for line in _lines(entry, name)
             ]
-            for entries in (single, several)
+            for entries in named
         )
         if own:
-            _print(columns, [own, pooled], f"{told}\n{TOLD_OF_SEEDS}" if pooled else told)
+            _print(columns, [own, pooled], f"{told_below}\n{TOLD_OF_SEEDS}" if pooled else told_below)
 
 
-def _lines(entry: Entry | EventEntry, entries: Entries) -> list[list[str]]:
+def _name(entry: Entry | EventEntry, entries: Entries) -> str:
+    """What was trained on what, what tells it from the others, and its seed or how many."""
+    note = told_apart(entry, entries, told=())
+    seeds = f" #{entry.seeds[0]}" if len(entry.seeds) == 1 else f", mean of {len(entry.seeds)} seeds"
+    return f"{entry.dataset} {entry.model} {entry.recipe}{f' ({note})' if note else ''}{seeds}"
+
+
+def _lines(entry: Entry | EventEntry, name: str) -> list[list[str]]:
     """A line for each test set."""
-    run = f"{entry.dataset} {entry.model} {entry.recipe}"
-    if len(entry.seeds) == 1:
-        run += f" #{entry.seeds[0]}"
-    else:
-        note = told_apart(entry, entries)
-        run += f"{f' ({note})' if note else ''}, mean of {len(entry.seeds)} seeds"
     cells = _event_cells(entry) if isinstance(entry, EventEntry) else _point_cells(entry)
-    return [[run, test, *found, f"{entry.minutes:.1f}"] for test, found in cells.items()]
+    return [[name, test, *found, f"{entry.minutes:.1f}"] for test, found in cells.items()]
 
 
 def _point_cells(entry: Entry) -> dict[str, list[str]]:

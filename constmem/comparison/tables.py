@@ -3,6 +3,8 @@
 import json
 import sys
 from dataclasses import asdict
+from math import isfinite
+from typing import Any
 
 from constmem.comparison.events import EventEntry, event_table, of_events
 from constmem.comparison.points import Entry, point_table
@@ -13,7 +15,7 @@ WORDS = ("model", "recipe", "device", "test set")
 
 
 def compare(rows: Rows, *, dataset: str | None = None) -> Entries:
-    """Rows of the same model, recipe and settings as one entry each, in the order of the paper.
+    """Rows of the same model, recipe, settings and data as one entry each, in the order of the paper.
 
     Of two rows of one seed the newer counts.
     """
@@ -58,7 +60,25 @@ def markdown(entries: Entries, *, scores: bool = False) -> str:
 
 def as_json(entries: Entries) -> str:
     """The entries in JSON."""
-    return json.dumps([asdict(entry) for entry in entries], indent=1)
+    return json_text([asdict(entry) for entry in entries])
+
+
+def json_text(content: Any) -> str:
+    """Anything made of numbers and text in JSON, which has no word for numbers that are not finite: null.
+
+    Example:
+        >>> json_text({"nll": float("nan")}).split()
+        ['{', '"nll":', 'null', '}']
+    """
+    return json.dumps(_finite(content), indent=1, allow_nan=False)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not isfinite(content) else content
 
 
 def show(entries: Entries, *, scores: bool = False) -> None:
