@@ -133,6 +133,11 @@ def test_eval_tells_runs_apart_by_settings_that_have_a_column_in_tables_only(
     assert sorted(names(rows)) == ["CMANP-small (start=none)", "CMANP-small (start=old)"]
 
 
+def test_a_mean_is_told_apart_from_a_single_run_too(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row(0), row(1), row(2, columns=columns(file="d2/s.csv"))]
+    assert labels(capsys, rows)[-1] == "s.csv cmanp-small own data (file=d1/s.csv), mean of 2 seeds"
+
+
 def test_runs_that_nothing_else_tells_apart_are_called_by_their_folders(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

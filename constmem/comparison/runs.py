@@ -47,7 +47,7 @@ def print_runs(rows: Rows, folders: Sequence[Path] | None = None) -> None:
     if folders is not None:
         told = zip(names, folders, strict=True)
         names = [f"{name}, {folder}" if names.count(name) > 1 else name for name, folder in told]
-    named = list(zip(single, names, strict=True)), [(entry, _name(entry, several)) for entry in several]
+    named = list(zip(single, names, strict=True)), [(entry, _name(entry, single)) for entry in several]
     for columns, told_below, events in ((POINTS, TOLD_OF_POINTS, False), (OF_EVENTS, TOLD_OF_EVENTS, True)):
         own, pooled = (
             [
