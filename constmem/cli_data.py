@@ -54,14 +54,11 @@ def prepare(
     from constmem.progress import counted
 
     with counted(f"preparing {what}") as progress:
-        preparers: dict[str, Callable[[Path, Path], Path]] = {
-            "emnist": partial(data.prepare_emnist, replace=replace, progress=progress),
-            "celeba": partial(data.prepare_celeba, partition=partition, replace=replace, progress=progress),
-            **{
-                jodie: partial(data.prepare_jodie, jodie, replace=replace)
-                for jodie in ("mooc", "reddit", "wiki")
-            },
-            "easytpp": partial(data.prepare_easytpp, name=name, unit=unit, replace=replace),
+        preparers: dict[str, Callable[..., Path]] = {
+            "emnist": partial(data.prepare_emnist, progress=progress),
+            "celeba": partial(data.prepare_celeba, partition=partition, progress=progress),
+            **{jodie: partial(data.prepare_jodie, jodie) for jodie in ("mooc", "reddit", "wiki")},
+            "easytpp": partial(data.prepare_easytpp, name=name, unit=unit),
         }
         known("data set to prepare", what, preparers)
         if data_dir is None:
@@ -71,7 +68,7 @@ def prepare(
         if what != "celeba" and partition:
             raise ValueError(f"--partition is for celeba: {what} has no such list")
         before = data.listing(data_dir)
-        path = preparers[what](source, data_dir)
+        path = preparers[what](source, data_dir, replace=replace)
     _say_prepared(path, before)
 
 

@@ -51,7 +51,8 @@ class Table:
         """A table of arrays: x and y of (rows, columns) or (rows,), groups of numbers or text (rows,)."""
         sides = []
         for side, numbers in (("x", x), ("y", y)):
-            tensor = torch.as_tensor(numbers, dtype=torch.float64).detach().cpu()
+            here = numbers.detach().cpu() if isinstance(numbers, Tensor) else numbers
+            tensor = torch.as_tensor(here, dtype=torch.float64)
             tensor = tensor[:, None] if tensor.ndim == 1 else tensor
             if tensor.ndim != 2:
                 raise ValueError(f"{side} has shape {tuple(tensor.shape)}, but (rows, columns) is needed")
