@@ -3,9 +3,12 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from constmem.data import Listing
 
 data_app = typer.Typer(help="Data sets: what is there, and how to prepare what is not.", no_args_is_help=True)
 
@@ -36,6 +39,9 @@ def prepare(
         str | None, typer.Option(help="easytpp: of the data set; that of the folder if not given.")
     ] = None,
     unit: Annotated[str | None, typer.Option(help="easytpp: of its times, such as hour.")] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Write over a pack that holds more than the new one, too.")
+    ] = False,
 ) -> None:
     """Turn the original public files into the prepared format, and say what was found in them.
 
@@ -48,7 +54,7 @@ def prepare(
     from constmem.progress import counted
 
     with counted(f"preparing {what}") as progress:
-        preparers: dict[str, Callable[[Path, Path], Path]] = {
+        preparers: dict[str, Callable[..., Path]] = {
             "emnist": partial(data.prepare_emnist, progress=progress),
             "celeba": partial(data.prepare_celeba, partition=partition, progress=progress),
             **{jodie: partial(data.prepare_jodie, jodie) for jodie in ("mooc", "reddit", "wiki")},
@@ -61,15 +67,16 @@ def prepare(
             raise ValueError(f"--name and --unit are for easytpp: those of {what} are known")
         if what != "celeba" and partition:
             raise ValueError(f"--partition is for celeba: {what} has no such list")
-        path = preparers[what](source, data_dir)
-    _say_prepared(path)
+        before = data.listing(data_dir)
+        path = preparers[what](source, data_dir, replace=replace)
+    _say_prepared(path, before)
 
 
-def _say_prepared(path: Path) -> None:
-    from constmem.data import account
+def _say_prepared(path: Path, before: "list[Listing]") -> None:
+    from constmem.data.account import account, replaced
 
     told = account(path)
-    for line in (path, *told.found):
+    for line in (path, *filter(None, [replaced(path, before)]), *told.found):
         print(line)
     for line in told.warnings:
         print(f"warning: {line}", file=sys.stderr)

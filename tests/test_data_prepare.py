@@ -5,8 +5,10 @@ import gzip
 import hashlib
 import io
 import json
+import shutil
 import struct
 import zipfile
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ import torch
 from PIL import Image
 
 from constmem.cli import app
-from constmem.data import catalogue, load_images, prepare, prepare_celeba, prepare_emnist
+from constmem.data import catalogue, load_images, prepare, prepare_celeba, prepare_emnist, prepare_jodie
 from constmem.recipes import recipe
 from constmem.sources import open_source
 
@@ -231,6 +233,41 @@ def test_the_partition_list_may_lie_elsewhere_and_name_a_part(tmp_path):
             ValueError,
             "000003.jpg .* is 64x64, .* 178x218",
         ),
+        (
+            lambda d: (d / "img_align_celeba/000003.jpg").write_bytes(b"\xff\xd8" + bytes(99) + b"\xff\xd9"),
+            ValueError,
+            "000003.jpg of .* is not a readable JPEG file .*: extract or download it again",
+        ),
+        (
+            lambda d: (d / "img_align_celeba/000003.jpg").write_bytes(jpeg(2)[:400] + b"\xff\xd9"),
+            ValueError,
+            "000003.jpg of .* is not a readable JPEG file",
+        ),
+        (
+            lambda d: (d / "list_eval_partition.txt").write_bytes(b"000001.jpg 0\n\n\xff\xfe\x00"),
+            ValueError,
+            r"line 3 of .*list_eval_partition\.txt is no text",
+        ),
+        (
+            lambda d: (d / "list_eval_partition.txt").write_text("000001.jpg 0\n99999999999.jpg 2\n"),
+            ValueError,
+            r"line 2 of .*list_eval_partition\.txt is '99999999999.jpg 2'",
+        ),
+        (
+            lambda d: (d / "list_eval_partition.txt").write_text("000001.jpg 0\n000002.jpg 1\n"),
+            ValueError,
+            r"list_eval_partition\.txt .* 2 train and 0 test images",
+        ),
+        (
+            lambda d: (d / "list_eval_partition.txt").write_text("000001.jpg 2\n"),
+            ValueError,
+            "0 train and 1 test images",
+        ),
+        (
+            lambda d: shutil.rmtree(d),
+            FileNotFoundError,
+            "there is no .*celeba: give the folder or zip archive of CelebA",
+        ),
     ],
 )
 def test_an_incomplete_celeba_is_refused(tmp_path, damage, error, message):
@@ -239,6 +276,66 @@ def test_an_incomplete_celeba_is_refused(tmp_path, damage, error, message):
     with pytest.raises(error, match=message):
         prepare_celeba(tmp_path / "celeba")
     assert not (tmp_path / "packs").exists()
+
+
+def test_a_partition_list_may_begin_with_a_byte_order_mark(tmp_path):
+    celeba_folder(tmp_path / "celeba")
+    listed = tmp_path / "celeba" / "list_eval_partition.txt"
+    listed.write_bytes(b"\xef\xbb\xbf" + listed.read_bytes())
+    assert read(prepare_celeba(tmp_path / "celeba"))["image_number"].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+# Over a pack that is there
+
+
+def jodie_file(path, users):
+    rows = "".join(f"{user},{mark},{10 * user + mark},0\n" for user in range(users) for mark in range(3))
+    path.write_text("user_id,item_id,timestamp,state_label\n" + rows)
+    return path
+
+
+def larger_and_smaller(name, folder):
+    """How to prepare a pack, with more in it and with less."""
+    if name == "emnist":
+        few = {"test_images": np.zeros((46, 28, 28), np.uint8), "test_labels": np.zeros(46, np.uint8)}
+        more = emnist_folder(folder / "more")
+        less = emnist_folder(folder / "less", **{key: idx(array) for key, array in few.items()})
+        return partial(prepare_emnist, more), partial(prepare_emnist, less)
+    if name == "celeba":
+        more, less = celeba_folder(folder / "more"), celeba_folder(folder / "less", 2, (0, 2))
+        return partial(prepare_celeba, more), partial(prepare_celeba, less)
+    more, less = (jodie_file(folder / f"{users}.csv", users) for users in (6, 5))
+    return partial(prepare_jodie, "mooc", more), partial(prepare_jodie, "mooc", less)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("emnist", "holds 94 train, 47 test images, more than .* 94 train, 46 test: .*--replace"),
+        ("celeba", "holds 4 train, 2 test images, more than .* 1 train, 1 test"),
+        ("mooc", "holds 3 train, 1 validation, 2 test sequences, more than .* 3 train, 1 validation, 1 test"),
+    ],
+)
+def test_a_larger_pack_is_replaced_by_a_smaller_one_only_on_demand(tmp_path, name, message):
+    larger, smaller = larger_and_smaller(name, tmp_path)
+    path = smaller()
+    small = read(path)
+    assert larger() == path, "a larger one may come over a smaller one"
+    large = path.read_bytes()
+    with pytest.raises(FileExistsError, match=message):
+        smaller()
+    assert path.read_bytes() == large
+    assert larger() == path, "and the same again"
+    assert smaller(replace=True) == path
+    assert {key: value.tolist() for key, value in read(path).items()} == {
+        key: value.tolist() for key, value in small.items()
+    }
+
+
+def test_a_pack_that_cannot_be_read_is_no_hindrance(tmp_path):
+    (tmp_path / "packs").mkdir()
+    (tmp_path / "packs" / "emnist.npz").write_bytes(b"PK, but no more")
+    assert len(read(prepare_emnist(emnist_folder(tmp_path / "gzip")))["test_labels"]) == 47
 
 
 # What is said of it all on a terminal
@@ -331,10 +428,23 @@ def test_faces_that_are_decoded_at_first_use_show_their_progress(tmp_path, capsy
 
 
 def test_events_are_told_in_sequences_and_marks(tmp_path, capsys):
-    rows = "".join(f"{user},{mark},{10 * user + mark},0\n" for user in range(5) for mark in range(3))
-    source = tmp_path / "mooc.csv"
-    source.write_text("user_id,item_id,timestamp,state_label\n" + rows)
+    source = jodie_file(tmp_path / "mooc.csv", 5)
     lines, warnings = told(capsys, "prepare", "mooc", "--source", source)
     assert lines[1] == "found: 3 train, 1 validation, 1 test sequences, 15 events of 3 marks"
     assert lines[2].startswith("prepared from mooc.csv of the JODIE collection: 15 events")
     assert warnings == []
+
+
+def test_what_is_replaced_is_told(tmp_path, capsys):
+    source = jodie_file(tmp_path / "mooc.csv", 6)
+    lines, _ = told(capsys, "prepare", "mooc", "--source", source)
+    assert not any(line.startswith("replaced") for line in lines)
+    jodie_file(source, 5)
+    with pytest.raises(FileExistsError):
+        told(capsys, "prepare", "mooc", "--source", source)
+    lines, _ = told(capsys, "prepare", "mooc", "--source", source, "--replace")
+    assert lines[1] == "replaced: a pack of 3 train, 1 validation, 2 test"
+    assert lines[2].startswith("found: 3 train, 1 validation, 1 test sequences")
+    (tmp_path / "packs" / "events_mooc.npz").write_bytes(b"")
+    lines, _ = told(capsys, "prepare", "mooc", "--source", source)
+    assert lines[1] == "replaced: a pack that could not be read"

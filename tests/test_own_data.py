@@ -82,6 +82,8 @@ def test_columns_that_cannot_be_are_named(file: Path, x: str, y: str, message: s
     [
         (9, 2, "nan", "line 9, column 'time' .* is nan: every number must be finite"),
         (30, 3, "", "line 30, column 'heat' .* is empty, not a number"),
+        (7, 3, "1e200", "line 7, column 'heat' .* is 1e200: .* 1e18"),
+        (8, 2, "-2e18", "line 8, column 'time' .* is -2e18: .* 1e18"),
         (61, 3, "1,5", "line 61, column 'heat' .* is '1,5', not a number"),
     ],
 )
@@ -143,8 +145,11 @@ def test_a_file_that_is_no_text_or_no_csv_is_named_and_lines_are_those_of_the_fi
 def test_arrays_are_taken_in_one_or_two_dimensions_and_checked() -> None:
     table = Table.of(range(60), [[float(i), -i] for i in range(60)], groups=[10 * (i % 6) for i in range(60)])
     assert (table.x.shape, table.y.shape, table.num_groups) == ((60, 1), (60, 2), 6)
+    assert Table.of([0.1 * i for i in range(60)], range(60)).x[3, 0] == 0.1 * 3  # not through float32
     with pytest.raises(ValueError, match=r"y\[3, 0\] is nan"):
         Table.of(range(60), [float("nan") if i == 3 else i for i in range(60)])
+    with pytest.raises(ValueError, match=r"x\[3, 0\] is -1e\+200: .* 1e18"):
+        Table.of([-1e200 if i == 3 else i for i in range(60)], range(60))
     with pytest.raises(ValueError, match="as many rows"):
         Table.of(range(60), range(61))
 

@@ -1,12 +1,13 @@
 """What a prepared pack holds, and how that compares with the official data set, in words for a terminal."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from constmem.data.catalogue import EVENT_KEYS
-from constmem.data.packs import listed, read_pack
+from constmem.data.packs import Listing, listed, read_pack, told
 from constmem.data.prepare import DIFFERS
 
 
@@ -26,16 +27,24 @@ class Account:
 def account(path: Path) -> Account:
     """Counts and origin of a pack that was just written, against the official ones where they are known."""
     listing = listed(path.stem, path.parent)
-    counts = ", ".join(f"{count:,} {split}" for split, count in listing.counts.items())
-    told = listing.known.completeness(listing.counts)
+    counts = told(listing.counts)
+    complete = listing.known.completeness(listing.counts)
     source = str(read_pack(path, ["source"])["source"])
-    found = f"found: {counts} {_kinds(path, listing.known.keys)}{f' ({told})' if told else ''}"
+    found = f"found: {counts} {_kinds(path, listing.known.keys)}{f' ({complete})' if complete else ''}"
     warnings = [source] if DIFFERS in source else []
     official = listing.known.official
     if official and listing.counts != official:
-        expected = ", ".join(f"{count:,} {split}" for split, count in official.items())
-        warnings.append(f"expected were {expected} images, officially, but found were {counts}: {told}")
+        expected = told(official)
+        warnings.append(f"expected were {expected} images, officially, but found were {counts}: {complete}")
     return Account((found, *([] if DIFFERS in source else [source])), tuple(warnings))
+
+
+def replaced(path: Path, before: Iterable[Listing]) -> str | None:
+    """What a pack that was just written has taken the place of, if anything, by a listing from before."""
+    for old in before:
+        if old.path == path:
+            return f"replaced: a pack {'that could not be read' if old.problem else f'of {told(old.counts)}'}"
+    return None
 
 
 def _kinds(path: Path, keys: tuple[str, ...]) -> str:

@@ -2,9 +2,11 @@
 
 import io
 import os
+import struct
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ Progress = Callable[[int, int], None]
 WIDTH, HEIGHT = 178, 218
 SPLITS = {"train": 0, "test": 1}
 CHUNK = 256  # images between two reports of progress
+UNDECODABLE = (OSError, SyntaxError, EOFError, IndexError, struct.error)  # what pillow raises
 
 
 def pillow() -> Any:
@@ -59,19 +62,12 @@ def decode(
     jpegs: list[tuple[int, bytes]], *, path: Path, size: int, progress: Progress | None = None
 ) -> Array:
     """Decode (index, JPEG file) pairs and resize them (bicubic, no crop), on all cores."""
-    image = pillow()
+    bicubic = pillow().Resampling.BICUBIC
 
     def one(numbered: tuple[int, bytes]) -> Array:
         index, content = numbered
-        try:
-            with image.open(io.BytesIO(content)) as opened:
-                require_size(opened.size, f"image {index} of {path}")
-                resized = opened.convert("RGB").resize((size, size), image.Resampling.BICUBIC)
-        except OSError as error:
-            raise ValueError(
-                f"image {index} of {path} is not a readable JPEG file ({error}): prepare the pack again"
-            ) from error
-        return np.asarray(resized)
+        with opened_face(content, f"image {index} of {path}", remedy="prepare the pack again") as opened:
+            return np.asarray(opened.convert("RGB").resize((size, size), bicubic))
 
     result = np.empty((len(jpegs), size, size, 3), np.uint8)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -83,7 +79,18 @@ def decode(
     return result
 
 
-def require_size(size: tuple[int, int], what: str) -> None:
+@contextmanager
+def opened_face(content: bytes, what: str, *, remedy: str) -> Iterator[Any]:
+    """An aligned face, opened by pillow; where it cannot be decoded, also later, the error names it."""
+    try:
+        with pillow().open(io.BytesIO(content)) as opened:
+            _require_size(opened.size, what)
+            yield opened
+    except UNDECODABLE as error:
+        raise ValueError(f"{what} is not a readable JPEG file ({error}): {remedy}") from error
+
+
+def _require_size(size: tuple[int, int], what: str) -> None:
     """Refuse an image that is not an aligned CelebA face."""
     if size != (WIDTH, HEIGHT):
         raise ValueError(

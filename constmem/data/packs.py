@@ -20,7 +20,7 @@ import io
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +97,32 @@ def write_pack(path: Path, arrays: dict[str, Array], *, compress: bool) -> Path:
     return write_bytes(path, content.getvalue())
 
 
+def free_for(path: Path, counts: Mapping[str, int], *, replace: bool) -> Path:
+    """The path, unless a pack is there that holds more images or sequences than the counts of a new one.
+
+    Args:
+        counts: images or sequences in each split of the new pack.
+        replace: take the place of a larger one, too.
+    """
+    old = listed(path.stem, path.parent)
+    if replace or sum(old.counts.values()) <= sum(counts.values()):  # none where it is absent or damaged
+        return path
+    kind = "sequences" if old.known.keys == EVENT_KEYS else "images"
+    raise FileExistsError(
+        f"{path} holds {told(old.counts)} {kind}, more than the new one would, {told(counts)}: nothing was "
+        "written; give --replace (in Python: replace=True) to write over it, or another --data-dir"
+    )
+
+
+def told(counts: Mapping[str, int]) -> str:
+    """Counts of splits in words.
+
+    >>> told({"train": 112_800, "test": 18_800})
+    '112,800 train, 18,800 test'
+    """
+    return ", ".join(f"{count:,} {split}" for split, count in counts.items())
+
+
 def identity(path: Path) -> str:
     """A short name for what a pack holds, from the checksums in its table of contents alone."""
     try:
@@ -131,10 +157,10 @@ class Listing:
             return f"{name}: missing. {self.known.about}. To get it, {self.known.get}"
         if self.problem is not None:
             return f"{name}: cannot be used. {self.problem}"
-        counts = ", ".join(f"{count:,} {split}" for split, count in self.counts.items())
+        counts = told(self.counts)
         size = f", {self.size / 1e6:.1f} MB" if self.size else ""
-        told = self.known.completeness(self.counts)
-        counts += f" ({told})" if told else ""
+        complete = self.known.completeness(self.counts)
+        counts += f" ({complete})" if complete else ""
         return f"{name}: {counts}{size}, {self.path}. {self.known.about}"
 
 

@@ -10,14 +10,13 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from io import BytesIO
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from constmem.data.faces import CHUNK, Progress, pillow, require_size
-from constmem.data.packs import Array, Folder, data_folder, write_pack
+from constmem.data.faces import CHUNK, Progress, opened_face
+from constmem.data.packs import Array, Folder, data_folder, free_for, write_pack
 
 PARTITION = "list_eval_partition.txt"
 PUBLISHED = {  # MD5 of the official files, as published with torchvision
@@ -26,13 +25,16 @@ PUBLISHED = {  # MD5 of the official files, as published with torchvision
     PARTITION: "d32c9cbf5e040fd4025c592c306e6668",
 }
 NUM_CLASSES, SIDE = 47, 28
+AGAIN = "extract or download it again"
 DIFFERS = "not that of the official file"  # said of a checksum
 Source = str | os.PathLike[str]
 Place = TypeVar("Place")
 Reader = Callable[[str], bytes]
 
 
-def prepare_emnist(source: Source, data_dir: Folder = None, *, progress: Progress | None = None) -> Path:
+def prepare_emnist(
+    source: Source, data_dir: Folder = None, *, replace: bool = False, progress: Progress | None = None
+) -> Path:
     """Write `emnist.npz` from EMNIST 'balanced' in its binary (IDX) format.
 
     The original images are transposed; the pack's are upright.
@@ -40,6 +42,7 @@ def prepare_emnist(source: Source, data_dir: Folder = None, *, progress: Progres
     Args:
         source: the official `gzip.zip`, or a folder with the four `emnist-balanced-*` files.
         data_dir: folder to write to; else CONSTMEM_DATA, else ~/.local/share/constmem.
+        replace: write over a pack of more images, too.
         progress: called with (done, all) files.
     """
     source = Path(source)
@@ -59,8 +62,9 @@ def prepare_emnist(source: Source, data_dir: Folder = None, *, progress: Progres
         _check_emnist(split, arrays[f"{split}_images"], arrays[f"{split}_labels"])
         upright = arrays[f"{split}_images"].transpose(0, 2, 1)
         arrays[f"{split}_images"] = np.ascontiguousarray(upright)
-    origin = _origin({"gzip.zip": source}, digests)
-    return write_pack(data_folder(data_dir) / "emnist.npz", arrays | origin, compress=True)
+    counts = {split: len(arrays[f"{split}_labels"]) for split in ("train", "test")}
+    path = free_for(data_folder(data_dir) / "emnist.npz", counts, replace=replace)
+    return write_pack(path, arrays | _origin({"gzip.zip": source}, digests), compress=True)
 
 
 def prepare_celeba(
@@ -68,6 +72,7 @@ def prepare_celeba(
     data_dir: Folder = None,
     *,
     partition: Source | None = None,
+    replace: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Write `celeba.npz` from the aligned CelebA faces; the partition list says which.
@@ -76,11 +81,17 @@ def prepare_celeba(
         source: `img_align_celeba.zip`, or the folder with the images or with `img_align_celeba` in it.
         data_dir: folder to write to; else CONSTMEM_DATA, else ~/.local/share/constmem.
         partition: `list_eval_partition.txt`; looked for in `source` and beside it where not given.
+        replace: write over a pack of more images, too.
         progress: called with (done, all) images.
     """
     source = Path(source)
+    if not source.exists():
+        raise _missing(source, "CelebA")
     listed = _find_partition(source, partition)
     splits = _read_partition(listed)
+    num_test = list(splits.values()).count(2)
+    counts = {"train": len(splits) - num_test, "test": num_test}
+    path = free_for(data_folder(data_dir) / "celeba.npz", counts, replace=replace)
     jpeg, ends = _collect(source, list(splits), progress)
     arrays: dict[str, Array] = {
         "jpeg": np.frombuffer(jpeg, np.uint8),
@@ -92,19 +103,19 @@ def prepare_celeba(
         {"img_align_celeba.zip": source, PARTITION: listed},
         {"all images, in the order of the list": hashlib.sha256(jpeg).hexdigest()},
     )
-    return write_pack(data_folder(data_dir) / "celeba.npz", arrays | origin, compress=False)
+    return write_pack(path, arrays | origin, compress=False)
 
 
 def _collect(source: Path, names: list[str], progress: Progress | None) -> tuple[bytearray, list[int]]:
     """The JPEG files one after the other, each checked, and where they begin and end."""
-    image = pillow()
     jpeg, ends = bytearray(), [0]
     with _reader(source, what="CelebA") as read:
         for number, name in enumerate(names, 1):
             content = read(name)
             _check_jpeg(name, content)
-            with image.open(BytesIO(content)) as opened:
-                require_size(opened.size, f"{name} of {source}")
+            with opened_face(content, f"{name} of {source}", remedy=AGAIN) as opened:
+                opened.draft("RGB", (1, 1))  # an eighth of its size: all is decoded, but fast
+                opened.load()
             jpeg += content
             ends.append(len(jpeg))
             if progress is not None and (number % CHUNK == 0 or number == len(names)):
@@ -129,7 +140,11 @@ def _reader(source: Path, *, what: str) -> Iterator[Reader]:
                 "download it again"
             ) from error
     else:
-        raise FileNotFoundError(f"there is no {source}: give the folder or zip archive of {what}")
+        raise _missing(source, what)
+
+
+def _missing(source: Path, what: str) -> FileNotFoundError:
+    return FileNotFoundError(f"there is no {source}: give the folder or zip archive of {what}")
 
 
 def _found(places: dict[str, Place], name: str, source: Path) -> Place:
@@ -199,26 +214,41 @@ def _find_partition(source: Path, partition: Source | None) -> Path:
 def _read_partition(path: Path) -> dict[str, int]:
     """File name -> 0 train, 1 validation, 2 test."""
     splits: dict[str, int] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(_text(path).splitlines(), 1):
         if not line.strip():
             continue
-        match = re.fullmatch(r"(\d+\.jpg)\s+([012])", line.strip())
+        match = re.fullmatch(r"([0-9]{1,9}\.jpg)\s+([012])", line.strip())
         if match is None or match[1] in splits:
             raise ValueError(
-                f"line {number} of {path} is {line[:60]!r}, but a new file name and 0, 1 or 2 is needed, "
-                "as in '000001.jpg 0': download the list again"
+                f"line {number} of {path} is {line[:60]!r}, but a new file name (of up to nine digits) and "
+                "0, 1 or 2 is needed, as in '000001.jpg 0': download the list again"
             )
         splits[match[1]] = int(match[2])
     if not splits:
         raise ValueError(f"{path} lists no images: download it again")
+    num_test = list(splits.values()).count(2)
+    if not 0 < num_test < len(splits):
+        raise ValueError(
+            f"{path} lists {len(splits) - num_test} train and {num_test} test images, but some of each (0 or "
+            "1, and 2) are needed: download the list again, or list more of it"
+        )
     return splits
+
+
+def _text(path: Path) -> str:
+    content = path.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"line {line} of {path} is no text ({error}): download the list again") from error
 
 
 def _check_jpeg(name: str, content: bytes) -> None:
     if content[:2] != b"\xff\xd8" or content[-2:] != b"\xff\xd9":
         raise ValueError(
             f"{name} is not a whole JPEG file ({len(content):,} bytes): the download or its extraction "
-            "broke off; extract or download it again"
+            f"broke off; {AGAIN}"
         )
 
 

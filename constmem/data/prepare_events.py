@@ -10,7 +10,7 @@ import numpy as np
 
 from constmem.data.catalogue import EVENT_SPLITS
 from constmem.data.event_files import By, Sequences, csv_sequences, easytpp_sequences, parquet_sequences
-from constmem.data.packs import Array, Folder, data_folder, write_pack
+from constmem.data.packs import Array, Folder, data_folder, free_for, write_pack
 from constmem.names import known
 
 Source = str | os.PathLike[str]
@@ -44,7 +44,7 @@ UNITS = {"taxi": "hour"}  # of EasyTPP's sets, where it is known
 FILES = {"train": ("train",), "validation": ("dev", "validation", "valid", "val"), "test": ("test",)}
 
 
-def prepare_jodie(name: str, source: Source, data_dir: Folder = None) -> Path:
+def prepare_jodie(name: str, source: Source, data_dir: Folder = None, *, replace: bool = False) -> Path:
     """Write the pack of mooc, reddit or wiki from its file of the JODIE collection.
 
     Of the events of a sequence at the same second the first is kept: a density over gaps has no
@@ -56,6 +56,7 @@ def prepare_jodie(name: str, source: Source, data_dir: Folder = None) -> Path:
         name: "mooc", "reddit" or "wiki".
         source: the CSV file, or the folder it is in.
         data_dir: folder to write to; else CONSTMEM_DATA, else ~/.local/share/constmem.
+        replace: write over a pack of more sequences, too.
     """
     plan = JODIE[known("data set of JODIE", name, JODIE)]
     path = Path(source) / plan.file if Path(source).is_dir() else Path(source)
@@ -66,11 +67,17 @@ def prepare_jodie(name: str, source: Source, data_dir: Folder = None) -> Path:
     count = len(kept.times)
     split = np.repeat((0, 1, 2), np.diff((0, 3 * count // 5, 4 * count // 5, count)))
     sentence = f"prepared from {path.name} of the JODIE collection: {account}; split 60/20/20 by file order"
-    return _write(kept, split, "second", data_folder(data_dir) / f"{plan.pack}.npz", sentence, [path])
+    pack = _free(data_folder(data_dir) / f"{plan.pack}.npz", split, replace=replace)
+    return _write(kept, split, "second", pack, sentence, [path])
 
 
 def prepare_easytpp(
-    source: Source, data_dir: Folder = None, *, name: str | None = None, unit: str | None = None
+    source: Source,
+    data_dir: Folder = None,
+    *,
+    name: str | None = None,
+    unit: str | None = None,
+    replace: bool = False,
 ) -> Path:
     """Write `events_NAME.npz` from a folder with the train, dev and test files of an EasyTPP data set.
 
@@ -81,6 +88,7 @@ def prepare_easytpp(
         data_dir: folder to write to; else CONSTMEM_DATA, else ~/.local/share/constmem.
         name: of the data set; by default that of the folder.
         unit: of its times; known for taxi.
+        replace: write over a pack of more sequences, too.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -101,7 +109,13 @@ def prepare_easytpp(
     split = np.repeat((0, 1, 2), [len(part.times) for part in parts])
     sentence = f"prepared from EasyTPP's files of {name}, all events, its own splits"
     joined = Sequences(times, marks, parts[0].num_marks)
-    return _write(joined, split, unit, data_folder(data_dir) / f"events_{name}.npz", sentence, paths)
+    pack = _free(data_folder(data_dir) / f"events_{name}.npz", split, replace=replace)
+    return _write(joined, split, unit, pack, sentence, paths)
+
+
+def _free(path: Path, split: Array, *, replace: bool) -> Path:
+    counts = {name: int((split == i).sum()) for i, name in enumerate(EVENT_SPLITS)}
+    return free_for(path, counts, replace=replace)
 
 
 def _split_file(folder: Path, split: str) -> Path:

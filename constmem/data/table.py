@@ -19,6 +19,8 @@ from constmem.files import read_tensors, write_tensors
 
 KIND, VERSION = "constmem.table", 1
 LEAST_ROWS, LEAST_GROUPS = 50, 5
+LARGEST = 1e18  # in size: squares of what is larger do not fit into float32
+TOO_LARGE = "numbers beyond 1e18 in size cannot be learned from; use a larger unit or leave the row out"
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +51,8 @@ class Table:
         """A table of arrays: x and y of (rows, columns) or (rows,), groups of numbers or text (rows,)."""
         sides = []
         for side, numbers in (("x", x), ("y", y)):
-            tensor = torch.as_tensor(numbers).detach().cpu().double()
+            here = numbers.detach().cpu() if isinstance(numbers, Tensor) else numbers
+            tensor = torch.as_tensor(here, dtype=torch.float64)
             tensor = tensor[:, None] if tensor.ndim == 1 else tensor
             if tensor.ndim != 2:
                 raise ValueError(f"{side} has shape {tuple(tensor.shape)}, but (rows, columns) is needed")
@@ -60,6 +63,10 @@ class Table:
                     f"{side}[{row}, {column}] is {tensor[row, column].item()}: every number must be finite; "
                     "leave such rows out"
                 )
+            far = (tensor.abs() > LARGEST).nonzero()
+            if len(far):
+                row, column = far[0].tolist()
+                raise ValueError(f"{side}[{row}, {column}] is {tensor[row, column].item()}: {TOO_LARGE}")
             sides.append(tensor)
         numbered, order = None, {}
         if groups is not None:
@@ -189,6 +196,8 @@ def _number(cell: str, where: str) -> float:
         ) from None
     if not isfinite(number):
         raise ValueError(f"{where} is {cell.strip()}: every number must be finite; leave the row out")
+    if abs(number) > LARGEST:
+        raise ValueError(f"{where} is {cell.strip()}: {TOO_LARGE}")
     return number
 
 

@@ -89,6 +89,8 @@ class BootstrapProcess(StoringProcess[M]):
         self, xc: Float[Tensor, "b n x"], *, generator: torch.Generator | None = None
     ) -> Float[Tensor, "2 b k n"]:
         shape = 2, xc.shape[0], self.num_train_samples, xc.shape[1]
+        if generator is None:  # left out, not None: a compiler could not take other sizes with it
+            return torch.rand(shape, device=xc.device)
         return torch.rand(shape, generator=generator, device=xc.device)
 
     def _loss(self, context: Chunk, targets: Chunk, noise: Float[Tensor, "2 b k n"]) -> Tensor:

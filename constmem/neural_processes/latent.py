@@ -103,6 +103,8 @@ class LatentProcess(NeuralProcess[S, Sampled]):
         self, xc: Float[Tensor, "b n x"], *, generator: torch.Generator | None = None
     ) -> Float[Tensor, "b k z"]:
         shape = xc.shape[0], self.num_train_samples, self.noise.shape[-1]
+        if generator is None:  # left out, not None: a compiler could not take other sizes with it
+            return torch.randn(shape, device=xc.device)
         return torch.randn(shape, generator=generator, device=xc.device)
 
     def _loss(self, context: Chunk, targets: Chunk, noise: Float[Tensor, "b k z"]) -> Tensor:
