@@ -137,19 +137,25 @@ class PostNormAttention(nn.Module):
 
 
 class MixedTokens(nn.Module):
-    """Tokens of points that have seen each other: an MLP of depth - 2, ReLU, self-attention."""
+    """Tokens of points that have seen each other: an MLP of depth - 2, self-attention.
 
-    def __init__(self, *, dim_in: int, dim: int, depth: int, num_heads: int) -> None:
+    As published, a ReLU stands between the two where the tokens are pooled, and nothing where targets
+    attend to them.
+    """
+
+    def __init__(self, *, dim_in: int, dim: int, depth: int, num_heads: int, relu: bool) -> None:
         super().__init__()
         if depth < 3:
             raise ValueError(f"self-attention takes the place of two layers: pre_depth={depth} is below 3")
+        self.relu = relu
         self.embed = MLP(dim_in=dim_in, dim_hidden=dim, dim_out=dim, depth=depth - 2)
         self.attention = PostNormAttention(dim=dim, num_heads=num_heads)
 
     def forward(
         self, points: Float[Tensor, "*b n p"], mask: Bool[Tensor, "*b n"] | None
     ) -> Float[Tensor, "*b n d"]:
-        tokens = F.relu(self.embed(points))
+        tokens = self.embed(points)
+        tokens = F.relu(tokens) if self.relu else tokens
         attention = self.attention
         out: Tensor = attention(tokens, attention.key(tokens), attention.value(tokens), mask)
         return out
@@ -182,7 +188,8 @@ class AttentiveEncoder(nn.Module):
     ) -> None:
         super().__init__()
         self.values, self.tokens = (
-            MixedTokens(dim_in=dim_x + dim_y, dim=dim, depth=pre_depth, num_heads=num_heads) for _ in range(2)
+            MixedTokens(dim_in=dim_x + dim_y, dim=dim, depth=pre_depth, num_heads=num_heads, relu=relu)
+            for relu in (False, True)
         )
         self.keys = MLP(dim_in=dim_x, dim_hidden=dim, dim_out=dim, depth=post_depth)
         self.attention = PostNormAttention(dim=dim, num_heads=num_heads)
