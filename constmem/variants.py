@@ -7,6 +7,7 @@ from typing import Any
 from constmem.names import known
 
 PLAIN_CMHP: dict[str, Any] = {  # as in the paper, which has none of the other options
+    "num_slots": 128, "num_latents": 128,
     "absolute_time": True, "last_events": 0, "recency": False, "mass": False, "relative_time": False,
     "gap_tokens": False, "mark_given_gap": False, "embed_depth": 0,
 }  # fmt: skip
