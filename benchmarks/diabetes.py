@@ -19,8 +19,8 @@ from record import save
 
 from constmem.bench.record import provenance
 from constmem.data import Table
-from constmem.regression import train_table
-from constmem.results import evaluate_run
+from constmem.evaluation.results import evaluate_run
+from constmem.training.regression import train_table
 
 STEPS = 500  # a quarter of the recipe's, for a minute's work
 

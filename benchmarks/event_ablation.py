@@ -26,11 +26,11 @@ from typing import Any
 import record
 import torch
 
-from constmem.names import known
-from constmem.recipes import EVENTS, Recipe, changed, complete, recipe
-from constmem.results import evaluate_run
-from constmem.train import Run, train
-from constmem.variants import PLAIN_CMHP
+from constmem.core.names import known
+from constmem.evaluation.results import evaluate_run
+from constmem.training.loop import Run, train
+from constmem.training.recipes import EVENTS, Recipe, changed, complete, recipe
+from constmem.training.variants import PLAIN_CMHP
 
 OPTIONS: dict[str, tuple[str, Any]] = {  # option -> (keyword of CMHP, its value there)
     "no_absolute_time": ("absolute_time", False),

@@ -13,7 +13,7 @@ from typing import Any
 import record
 from event_ablation import OPTIONS
 
-from constmem.comparison import NAMES
+from constmem.evaluation.comparison import NAMES
 from constmem.plots import BLUE, GREY, RED, pyplot, save_figure
 
 Rows = list[dict[str, Any]]

@@ -5,7 +5,7 @@ from typing import Any
 
 import record
 
-from constmem.comparison import NAMES, Figure, compare, model_name
+from constmem.evaluation.comparison import NAMES, Figure, compare, model_name
 
 REAL = ("taxi", "mooc", "reddit", "wiki", "taobao")
 MB = 1e6

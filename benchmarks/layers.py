@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from training_step import milliseconds, our_step
 
 from constmem import CMANP
-from constmem.attention import CrossAttention, FeedForward, SelfAttention
 from constmem.bench.record import provenance
+from constmem.core.layers import CrossAttention, FeedForward, SelfAttention
 from constmem.data import Task
 from constmem.kernels import layers
 

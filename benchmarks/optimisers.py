@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from record import provenance, save
 
-from constmem import recipes, sources, train
+from constmem.training import loop as train
+from constmem.training import recipes, sources
 
 RATES = {"adam": (5e-4, 1e-3, 2e-3, 4e-3), "muon": (1e-3, 2e-3, 4e-3, 8e-3)}
 CPU = torch.device("cpu")

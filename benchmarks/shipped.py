@@ -17,9 +17,9 @@ from record import save
 
 from constmem import CMANP
 from constmem.bench.record import provenance
-from constmem.evaluate import evaluate
-from constmem.recipes import recipe
-from constmem.sources import open_source
+from constmem.evaluation.points import evaluate
+from constmem.training.recipes import recipe
+from constmem.training.sources import open_source
 
 EVERY = {"seen": 20, "unseen": 74}  # of 200 and of 740 batches
 

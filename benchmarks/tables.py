@@ -14,9 +14,9 @@ from typing import Any
 import event_tables
 import gpu_tables
 
-from constmem.comparison import NAMES, compare, markdown, model_name
-from constmem.files import write_text
-from constmem.recipes import EVENTS
+from constmem.core.files import write_text
+from constmem.evaluation.comparison import NAMES, compare, markdown, model_name
+from constmem.training.recipes import EVENTS
 
 ROOT = Path(__file__).parents[1]
 MB = 1e6

@@ -14,11 +14,13 @@ import statistics
 import torch
 from record import save
 
-from constmem import CMANP, recipes, sources, train
+from constmem import CMANP
 from constmem.bench.benches import stepping
 from constmem.bench.literal import Literal
 from constmem.bench.record import provenance
 from constmem.data import Task
+from constmem.training import loop as train
+from constmem.training import recipes, sources
 
 BATCH = POINTS = 100
 LITERAL = "literal, eager, tf32"

@@ -4,11 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from constmem.block import CMAB, CMABStack
-    from constmem.data import Events
+    from constmem.core.block import CMAB, CMABStack
+    from constmem.core.state import AttentionState
     from constmem.neural_processes import CMANP, ConditioningError, NeuralProcess, Scales
     from constmem.point_processes import CMHP, PointProcess
-    from constmem.state import AttentionState
+    from constmem.point_processes.events import Events
     from constmem.stream import Decay, Stream, Window
 
 __all__ = [
@@ -28,11 +28,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "block": ("CMAB", "CMABStack"),
-    "data": ("Events",),
+    "core.block": ("CMAB", "CMABStack"),
+    "point_processes.events": ("Events",),
     "neural_processes": ("CMANP", "ConditioningError", "NeuralProcess", "Scales"),
     "point_processes": ("CMHP", "PointProcess"),
-    "state": ("AttentionState",),
+    "core.state": ("AttentionState",),
     "stream": ("Decay", "Stream", "Window"),
 }
 

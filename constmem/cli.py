@@ -48,7 +48,7 @@ def demo(
     steps: Annotated[int | None, typer.Option(help="Stop training early, for a quick look.")] = None,
 ) -> None:
     """Train a small model on real digits, stream pixels into it, and draw what it sees."""
-    from constmem.demo import demo as run
+    from constmem.evaluation.demo import demo as run
 
     run(out, steps=steps)
 
@@ -108,7 +108,7 @@ def train(
             "out": folder, "seed": seed, "steps": steps, "device": device, "resume": resume, "change": change,
         }  # fmt: skip
         with _stoppable(folder):
-            from constmem.own_data import train_on_file
+            from constmem.training.own_data import train_on_file
 
             train_on_file(Path(dataset), model, of_rows, of_events, how, compiled=compiled)
         _say_trained(folder)
@@ -119,16 +119,16 @@ def train(
             f"{', '.join(given)}: these are for files of your own, but {dataset!r} is none: their names end "
             f"in {', '.join(_FILES)}"
         )
-    from constmem.recipes import EVENTS, changed, unused
-    from constmem.recipes import recipe as settings_of
+    from constmem.training.recipes import EVENTS, changed, unused
+    from constmem.training.recipes import recipe as settings_of
 
     model = model or ("cmhp" if dataset in EVENTS else "cmanp")
     chosen = settings_of(dataset, model, recipe)
     settings = changed(chosen, change or [], steps=steps, unused=unused(dataset))
     folder = out or Path("runs") / f"{dataset}-{model}-{recipe}-{seed}"
     with _stoppable(folder):
-        from constmem.train import Run
-        from constmem.train import train as run_training
+        from constmem.training.loop import Run
+        from constmem.training.loop import train as run_training
 
         run = Run(dataset, model, recipe, settings, seed)
         run_training(run, out=folder, data_dir=data_dir, device=device, resume=resume, compiled=compiled)
@@ -167,8 +167,8 @@ def evaluate(
 
     Runs that differ by seed alone are also given as the mean ± standard deviation over their seeds.
     """
-    from constmem import comparison
-    from constmem.results import evaluate_runs
+    from constmem.evaluation import comparison
+    from constmem.evaluation.results import evaluate_runs
 
     found = evaluate_runs(runs, data_dir=data_dir, device=device)
     if as_json:
@@ -192,7 +192,7 @@ def table(
     scores: Annotated[bool, typer.Option("--scores", help="RMSE, CRPS and 90 % coverage too.")] = False,
 ) -> None:
     """A table like the paper's: models against test sets, ours beside the published."""
-    from constmem import comparison
+    from constmem.evaluation import comparison
 
     paths = results or sorted(path.parent for path in Path("runs").glob("*/eval.json"))
     if not paths:
@@ -206,7 +206,7 @@ def table(
     if out is None:
         print(text)
     else:
-        from constmem.files import write_text
+        from constmem.core.files import write_text
 
         print(f"wrote {write_text(out, text + chr(10))}")
 
@@ -221,7 +221,7 @@ def plot(
     data_dir: DataDir = None,
 ) -> None:
     """Draw how runs learned, how calibrated they are, and what they complete, fit or foretell."""
-    from constmem.pictures import plot_runs
+    from constmem.evaluation.pictures import plot_runs
 
     for path in plot_runs(runs, out=out, data_dir=data_dir, device=device):
         print(path)
@@ -253,7 +253,7 @@ def main() -> None:
     except (ValueError, OSError, ImportError, MemoryError) as error:
         advice = ""
         if isinstance(error, OSError) and error.errno is not None:
-            from constmem.files import advice_on
+            from constmem.core.files import advice_on
 
             advice = advice_on(error)
         print(f"constmem: {error}{advice}", file=sys.stderr)

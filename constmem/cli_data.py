@@ -50,8 +50,8 @@ def prepare(
     from functools import partial
 
     from constmem import data
-    from constmem.names import known
-    from constmem.progress import counted
+    from constmem.core.names import known
+    from constmem.training.progress import counted
 
     with counted(f"preparing {what}") as progress:
         preparers: dict[str, Callable[..., Path]] = {

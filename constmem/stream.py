@@ -13,8 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributions import Distribution
 
-from constmem import checks
-from constmem.files import read_tensors, write_tensors
+from constmem.core import checks
+from constmem.core.files import read_tensors, write_tensors
 from constmem.neural_processes import NeuralProcess, State
 
 KIND, VERSION = "constmem.stream", 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from constmem import CMANP
 from constmem.data import load_images
-from constmem.demo import like_emnist
+from constmem.evaluation.demo import like_emnist
 from constmem.plots import completion_grid
 
 

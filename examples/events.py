@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from constmem.data import Events, bucketed, read_event_csv
-from constmem.evaluate_events import evaluate_events
+from constmem.evaluation.events import evaluate_events
 from constmem.point_processes import CMHP, PointProcess, Trivial
 
 KINDS = ("looks", "puts into the cart", "buys")

@@ -16,7 +16,7 @@ import torch
 
 from constmem import Stream
 from constmem.data import Table
-from constmem.regression import train_table
+from constmem.training.regression import train_table
 
 DAY, START = 86_400.0, 1_700_000_000.0  # seconds
 

@@ -10,7 +10,7 @@ import pytest
 
 from constmem import cli
 from constmem.cli import train
-from constmem.demo import demo
+from constmem.evaluation.demo import demo
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -76,7 +76,7 @@ def test_too_little_memory_is_told_without_a_traceback(
 def test_what_to_run_next_names_the_data_folder_unless_the_variable_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("constmem.train.train", lambda *_, **__: None)
+    monkeypatch.setattr("constmem.training.loop.train", lambda *_, **__: None)
     monkeypatch.delenv("CONSTMEM_DATA", raising=False)
     folder = tmp_path / "my packs"
     train("taxi", "gru", data_dir=folder, out=Path("run"))
@@ -157,7 +157,7 @@ def test_ctrl_c_before_training_begins_is_answered_with_what_was_kept(
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("constmem.train.open_source", stopped)
+    monkeypatch.setattr("constmem.training.loop.open_source", stopped)
     monkeypatch.setattr("sys.argv", ["constmem", "train", "digits", "cnp", "--out", "run", "--resume"])
     if resumed:
         Path("run").mkdir()

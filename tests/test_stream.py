@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Refuses
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -19,6 +18,7 @@ from torch.distributions import Distribution
 
 from constmem import CMANP, AttentionState, Decay, NeuralProcess, Stream, Window
 from constmem.neural_processes import LBANP, TNPD, StoredPoints
+from tests.conftest import Refuses
 
 Forget = Decay | Window | None
 Model = NeuralProcess[Any, Any]

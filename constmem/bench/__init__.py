@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from constmem import checks
 from constmem.bench.benches import BENCHES, Plan
 from constmem.bench.record import provenance, write
 from constmem.bench.show import show
-from constmem.names import known
+from constmem.core import checks
+from constmem.core.names import known
 
 __all__ = ["BENCHES", "bench"]
 

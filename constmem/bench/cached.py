@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from constmem.attention import attend
+from constmem.core.layers import attend
 from constmem.neural_processes import TNPD
 
 

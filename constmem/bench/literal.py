@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from constmem.block import Reading
+from constmem.core.block import Reading
 from constmem.neural_processes import CMANP
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from constmem.files import write_text
-from constmem.run_folder import current_commit
+from constmem.core.files import write_text
+from constmem.training.folder import current_commit
 
 Row = dict[str, Any]
 Work = Callable[[], Any]

@@ -5,7 +5,6 @@ from constmem.data.augment import augmented
 from constmem.data.catalogue import DataSet, known
 from constmem.data.event_files import load_events, read_easytpp, read_event_csv, read_event_parquet
 from constmem.data.event_log import EventLog
-from constmem.data.events import EventLogProb, Events, bucketed
 from constmem.data.gp import (
     GaussianProcess,
     Kernel,
@@ -24,6 +23,7 @@ from constmem.data.simulate import Hawkes, Poisson, Process, Renewal, SelfCorrec
 from constmem.data.sizes import draw_sizes
 from constmem.data.table import Table
 from constmem.data.task import Task
+from constmem.point_processes.events import EventLogProb, Events, bucketed
 
 __all__ = [
     "Account",

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from constmem.core.names import known
 from constmem.data.catalogue import EVENT_KEYS, EVENT_SPLITS, KNOWN
-from constmem.data.events import Events
 from constmem.data.packs import Array, Folder, data_folder, find_pack, read_pack
-from constmem.names import known
+from constmem.point_processes.events import Events
 
 File = str | os.PathLike[str]
 Split = Literal["train", "validation", "test"]

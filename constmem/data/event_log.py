@@ -12,13 +12,13 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from constmem.core.files import read_tensors, write_tensors
+from constmem.core.names import known
 from constmem.data.catalogue import EVENT_KEYS, EVENT_SPLITS
 from constmem.data.event_files import check_pack, easytpp_sequences, has_records, parquet_sequences
 from constmem.data.event_rows import SECONDS, moment, read_rows
-from constmem.data.events import Events
 from constmem.data.packs import read_pack
-from constmem.files import read_tensors, write_tensors
-from constmem.names import known
+from constmem.point_processes.events import Events
 
 KIND, VERSION = "constmem.event_log", 1
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".npz")

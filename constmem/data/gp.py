@@ -10,7 +10,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 from torch.distributions import Normal
 
-from constmem import checks
+from constmem.core import checks
 from constmem.data.sizes import draw_counts, draw_sizes, draw_split, first
 from constmem.data.task import Task
 

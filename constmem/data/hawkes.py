@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from constmem.data.events import Events
 from constmem.data.process import Hazards, Process, Step, last_times, require_positive
+from constmem.point_processes.events import Events
 
 
 @dataclass(frozen=True)

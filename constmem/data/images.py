@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Int64, UInt8
 from torch import Tensor
 
-from constmem import checks
+from constmem.core import checks
 from constmem.data.catalogue import KNOWN
 from constmem.data.faces import Progress, faces
 from constmem.data.packs import Array, Folder, MissingDataError, find_pack, read_pack

@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from constmem.core.files import write_bytes
 from constmem.data.catalogue import EVENT_KEYS, EVENT_SPLITS, KNOWN, OWN_EVENTS, DataSet
-from constmem.files import write_bytes
 
 Array = npt.NDArray[Any]
 Folder = str | os.PathLike[str] | None

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from constmem import checks
+from constmem.core import checks
 from constmem.data.images import Images
 from constmem.data.sizes import LEAST, draw_sizes, draw_skewed, draw_split, first, spread_sizes
 from constmem.data.task import Task

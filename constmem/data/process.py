@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from constmem import checks
-from constmem.data.events import EventLogProb, Events
+from constmem.core import checks
+from constmem.point_processes.events import EventLogProb, Events
 
 Step = tuple[Float64[Tensor, " b"], Int64[Tensor, " b"], Tensor]  # gap, mark, state after it
 

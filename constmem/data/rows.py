@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from constmem.algebra import accumulator
+from constmem.core.algebra import accumulator
 from constmem.data.sizes import draw_skewed, first
 from constmem.data.table import Table
 from constmem.data.task import Task

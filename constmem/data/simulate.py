@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from constmem.data.events import Events
 from constmem.data.hawkes import Hawkes
 from constmem.data.process import Hazards, Process, Step, last_times, require_positive
+from constmem.point_processes.events import Events
 
 __all__ = ["Hawkes", "Poisson", "Process", "Renewal", "SelfCorrecting"]
 

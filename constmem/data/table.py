@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
+from constmem.core.files import read_tensors, write_tensors
 from constmem.data.csv_files import Lines, opened
-from constmem.files import read_tensors, write_tensors
 
 KIND, VERSION = "constmem.table", 1
 LEAST_ROWS, LEAST_GROUPS = 50, 5

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from constmem import checks
+from constmem.core import checks
 
 
 @dataclass(frozen=True, eq=False)

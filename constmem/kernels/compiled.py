@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from constmem.files import keep_newest, touched
+from constmem.core.files import keep_newest, touched
 
 BUILDS = 8  # kept in the cache
 SOURCE = Path(__file__).with_name("native.cpp")

@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.distributions import Distribution
 from typing_extensions import TypeVar
 
-from constmem import checks
-from constmem.algebra import EMPTY
-from constmem.fold import Chunk
-from constmem.heads import normal
+from constmem.core import checks
+from constmem.core.algebra import EMPTY
+from constmem.core.fold import Chunk
 from constmem.neural_processes.chunks import (
     batch_of,
     cleared,
@@ -29,6 +28,7 @@ from constmem.neural_processes.chunks import (
     numbered,
     slices,
 )
+from constmem.neural_processes.heads import normal
 from constmem.neural_processes.model import PointModel, S
 from constmem.neural_processes.streamed import streamed
 

@@ -13,12 +13,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from constmem.algebra import bias_of
-from constmem.checks import positive
-from constmem.fold import Chunk, joined
-from constmem.heads import AnyStd, SampleMixture, logmeanexp, normal
-from constmem.initial import keep_variance
-from constmem.memory import Needs
+from constmem.core.algebra import bias_of
+from constmem.core.checks import positive
+from constmem.core.fold import Chunk, joined
+from constmem.core.initial import keep_variance
+from constmem.core.memory import Needs
 from constmem.neural_processes.base import M
 from constmem.neural_processes.chunks import mean_of_real
 from constmem.neural_processes.encoders import (
@@ -30,6 +29,7 @@ from constmem.neural_processes.encoders import (
     paired,
     pool,
 )
+from constmem.neural_processes.heads import AnyStd, SampleMixture, logmeanexp, normal
 from constmem.neural_processes.resampling import drawn, ordered, picked, repeated
 from constmem.neural_processes.stored import StoredPoints, StoringProcess
 

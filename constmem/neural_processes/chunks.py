@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from constmem.fold import Chunk
+from constmem.core.fold import Chunk
 
 
 def cleared(x: Tensor, y: Tensor, mask: Tensor | None) -> Chunk:

@@ -6,18 +6,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from constmem import checks
-from constmem.attention import CrossAttention, FeedForward, Residual
-from constmem.block import CMABStack
-from constmem.embed import MLP
-from constmem.fold import Chunk, fold
-from constmem.fused_fold import fused_fold
-from constmem.heads import Gaussian, Std
+from constmem.core import checks
+from constmem.core.block import CMABStack
+from constmem.core.embed import MLP
+from constmem.core.fold import Chunk, fold
+from constmem.core.gpu_fold import fused_fold
+from constmem.core.layers import CrossAttention, FeedForward, Residual
+from constmem.core.observation import Observation
+from constmem.core.state import AttentionState
 from constmem.kernels.graphs import Graphs
 from constmem.neural_processes.base import NeuralProcess
+from constmem.neural_processes.heads import Gaussian, Std
 from constmem.neural_processes.levels import decode_levels
-from constmem.observation import Observation
-from constmem.state import AttentionState
 
 
 class CMANP(NeuralProcess):

@@ -6,13 +6,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from constmem.fold import Chunk, joined
-from constmem.heads import AnyStd
-from constmem.memory import Needs
+from constmem.core.fold import Chunk, joined
+from constmem.core.memory import Needs
+from constmem.core.state import AttentionState
 from constmem.neural_processes.base import NeuralProcess
 from constmem.neural_processes.encoders import Attended, AttentiveEncoder, PointDecoder, PoolingPair
+from constmem.neural_processes.heads import AnyStd
 from constmem.neural_processes.stored import StoredPoints, StoringProcess
-from constmem.state import AttentionState
 
 
 class CNP(NeuralProcess[AttentionState, Tensor]):

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from constmem.algebra import EMPTY, bias_of, settle
-from constmem.attention import attend, check_heads
-from constmem.embed import MLP
-from constmem.heads import AnyStd, std_of
-from constmem.initial import RELU, keep_variance
-from constmem.memory import Needs
-from constmem.state import AttentionState
+from constmem.core.algebra import EMPTY, bias_of, settle
+from constmem.core.embed import MLP
+from constmem.core.initial import RELU, keep_variance
+from constmem.core.layers import attend, check_heads
+from constmem.core.memory import Needs
+from constmem.core.state import AttentionState
+from constmem.neural_processes.heads import AnyStd, std_of
 
 
 def pool(

@@ -15,16 +15,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributions import Distribution, Normal
 
-from constmem.checks import positive
-from constmem.fold import Chunk, joined
-from constmem.heads import AnyStd, SampleMixture, logmeanexp, normal
-from constmem.memory import Needs
+from constmem.core.checks import positive
+from constmem.core.fold import Chunk, joined
+from constmem.core.memory import Needs
+from constmem.core.state import AttentionState
 from constmem.neural_processes.base import NeuralProcess
 from constmem.neural_processes.chunks import slices
 from constmem.neural_processes.encoders import AttentiveEncoder, Keyed, PointDecoder, PoolingPair
+from constmem.neural_processes.heads import AnyStd, SampleMixture, logmeanexp, normal
 from constmem.neural_processes.model import S
 from constmem.neural_processes.stored import StoredPoints, StoringProcess
-from constmem.state import AttentionState
 
 
 class Sampled(NamedTuple):

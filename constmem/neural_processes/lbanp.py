@@ -6,11 +6,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from constmem.attention import CrossAttention, FeedForward, Residual, SelfAttention
-from constmem.checks import positive
-from constmem.embed import MLP
-from constmem.heads import Gaussian, Std
-from constmem.memory import Needs
+from constmem.core.checks import positive
+from constmem.core.embed import MLP
+from constmem.core.layers import CrossAttention, FeedForward, Residual, SelfAttention
+from constmem.core.memory import Needs
+from constmem.neural_processes.heads import Gaussian, Std
 from constmem.neural_processes.levels import decode_levels
 from constmem.neural_processes.stored import StoredPoints, StoringProcess
 

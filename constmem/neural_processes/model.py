@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from constmem import checks, memory
-from constmem.fold import Chunk
-from constmem.model import Model
+from constmem.core import checks, memory
+from constmem.core.fold import Chunk
+from constmem.core.model import Model
+from constmem.core.state import AttentionState
 from constmem.neural_processes.chunks import slices
 from constmem.neural_processes.scales import Scales
 from constmem.neural_processes.states import State
-from constmem.state import AttentionState
 
 S = TypeVar("S", bound=State, default=AttentionState)
 _UNITS = "scales."

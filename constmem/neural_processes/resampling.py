@@ -4,8 +4,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from constmem.algebra import accumulator
-from constmem.fold import Chunk
+from constmem.core.algebra import accumulator
+from constmem.core.fold import Chunk
 
 
 def ordered(x: Tensor, y: Tensor, mask: Tensor | None) -> Chunk:

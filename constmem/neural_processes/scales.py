@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from constmem.algebra import accumulator
-from constmem.fold import Chunk
+from constmem.core.algebra import accumulator
+from constmem.core.fold import Chunk
 from constmem.neural_processes.chunks import cleared
 
 PARTS = ("x_mean", "x_std", "y_mean", "y_std")

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from constmem import checks
-from constmem.files import read_tensors, write_tensors
-from constmem.fold import Chunk, joined
-from constmem.memory import require
+from constmem.core import checks
+from constmem.core.files import read_tensors, write_tensors
+from constmem.core.fold import Chunk, joined
+from constmem.core.memory import require
 from constmem.neural_processes.base import M, NeuralProcess
 from constmem.neural_processes.states import State
 

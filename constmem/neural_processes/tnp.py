@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from constmem.attention import attend, check_heads
-from constmem.checks import positive
-from constmem.embed import MLP
-from constmem.heads import Gaussian, Std
-from constmem.memory import Needs
+from constmem.core.checks import positive
+from constmem.core.embed import MLP
+from constmem.core.layers import attend, check_heads
+from constmem.core.memory import Needs
+from constmem.neural_processes.heads import Gaussian, Std
 from constmem.neural_processes.levels import Levels
 from constmem.neural_processes.stored import StoredPoints, StoringProcess
 

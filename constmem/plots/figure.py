@@ -5,7 +5,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from constmem.files import write_bytes
+from constmem.core.files import write_bytes
 
 BLUE, RED, GREY = "#023e8a", "#c1121f", "#8d99ae"
 DPI = 130

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Bool, Float64, Int64, Shaped
 from torch import Tensor
 
-from constmem import checks
-from constmem.data import Events
+from constmem.core import checks
+from constmem.point_processes.events import Events
 from constmem.point_processes.states import EventState
 
 

@@ -21,15 +21,15 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor, nn
 
-from constmem.attention import Residual
-from constmem.block import CMABStack
-from constmem.checks import positive
-from constmem.embed import MLP, GapFeatures, MarkEmbedding, sinusoids
-from constmem.initial import keep_variance
+from constmem.core.block import CMABStack
+from constmem.core.checks import positive
+from constmem.core.embed import MLP, GapFeatures, MarkEmbedding, sinusoids
+from constmem.core.initial import keep_variance
+from constmem.core.layers import Residual
+from constmem.core.state import AttentionState
 from constmem.point_processes.base import PointProcess
 from constmem.point_processes.chunks import Chunk, shifted, windows
 from constmem.point_processes.constant import ConstantState, nothing_recent
-from constmem.state import AttentionState
 
 
 class CMHP(PointProcess[ConstantState]):
@@ -54,7 +54,7 @@ class CMHP(PointProcess[ConstantState]):
         unit: of the times it is trained on; `standardise` sets it.
 
     Example:
-        >>> from constmem.data import Events
+        >>> from constmem.point_processes.events import Events
         >>> model = CMHP(num_marks=2, dim=16, num_slots=4, num_latents=4).eval()
         >>> events = Events.from_gaps([[0.0, 1.0, 0.5, 2.0]], marks=[[0, 1, 1, 0]], unit="s", num_marks=2)
         >>> with torch.no_grad():

@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from constmem.embed import MarkEmbedding
+from constmem.core.embed import MarkEmbedding
+from constmem.core.state import AttentionState
 from constmem.point_processes.chunks import Chunk
 from constmem.point_processes.states import EventState
-from constmem.state import AttentionState
 
 RECENT = ("recent_times", "recent_gaps", "recent_marks")  # of the events before the last, oldest first
 Recent = tuple[Float64[Tensor, "b k"], Float64[Tensor, "b k"], Int64[Tensor, "b k"]]

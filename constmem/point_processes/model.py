@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from constmem import checks
-from constmem.data import Events
-from constmem.event_heads import GapHead, LogNormalMixture, MarkHead
-from constmem.model import Model
+from constmem.core import checks
+from constmem.core.model import Model
+from constmem.point_processes.events import Events
+from constmem.point_processes.heads import GapHead, LogNormalMixture, MarkHead
 from constmem.point_processes.states import EventState
 
 S = TypeVar("S", bound=EventState)

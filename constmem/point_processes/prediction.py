@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from constmem.event_heads import QUANTILES, LogNormalMixture
+from constmem.point_processes.heads import QUANTILES, LogNormalMixture
 
 AT_ONCE = 1 << 17  # components, or marks, of a batch up to which all gaps are handled at once
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from constmem.embed import GapFeatures, MarkEmbedding
+from constmem.core.embed import GapFeatures, MarkEmbedding
 from constmem.point_processes.base import PointProcess
 from constmem.point_processes.chunks import Chunk, shifted
 from constmem.point_processes.states import EventState

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from constmem import checks
-from constmem.data import Events
+from constmem.core import checks
+from constmem.point_processes.events import Events
 
 if TYPE_CHECKING:
     from constmem.point_processes.base import PointProcess

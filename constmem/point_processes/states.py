@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from constmem.files import read_tensors, write_tensors
+from constmem.core.files import read_tensors, write_tensors
 
 KIND, VERSION = "constmem.events", 1
 CLOCK = ("start", "last_time", "last_gap", "last_mark", "count")

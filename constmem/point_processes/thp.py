@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from constmem.attention import check_heads
-from constmem.checks import positive
-from constmem.embed import MarkEmbedding, sinusoids
+from constmem.core.checks import positive
+from constmem.core.embed import MarkEmbedding, sinusoids
+from constmem.core.layers import check_heads
 from constmem.point_processes.base import PointProcess
 from constmem.point_processes.chunks import Chunk, shifted
 from constmem.point_processes.states import EventState

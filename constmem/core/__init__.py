@@ -1,0 +1,1 @@
+"""What every model is built on: the algebra of states, blocks, layers, files."""

@@ -1,0 +1,171 @@
+"""Conditioning on chunks in constant memory, forwards and backwards.
+
+Forwards, chunks are observed one after another and merged. Backwards, nothing was kept but the
+chunks themselves (the user's own data) and the final state: each chunk's keys and values are
+computed again, and their gradients follow from the *whole* softmax, since a point's share of it is
+exp(score - lse). So the peak is that of one chunk, however many there are.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from constmem import kernels
+from constmem.core.algebra import bias_of, is_nothing
+from constmem.core.state import AttentionState
+
+Chunk = tuple[Tensor, Tensor, Tensor | None]  # x, y, mask
+
+
+def fold(project: nn.Module, q: Tensor, chunks: list[Chunk]) -> AttentionState:
+    """The state of all chunks together, reduce(merge, map(observe, chunks)), with a lean gradient.
+
+    Args:
+        project: maps (x, y) to keys and values, point by point.
+        q: the fixed queries.
+        chunks: kept until the backward pass; nothing computed from them is.
+    """
+    parameters = dict(project.named_parameters())
+    points = [t for x, y, _ in chunks for t in (x, y)]
+    masks = [mask for *_, mask in chunks]
+    inputs = tuple(parameters), masks, q, *parameters.values(), *points
+    value, lse, count = _Fold.apply(project, *inputs)  # type: ignore[no-untyped-call]
+    return AttentionState(value, lse, count)
+
+
+def joined(*chunks: Chunk) -> Chunk:
+    """Put chunks one behind the other; there is a mask if any of them has one."""
+    if len(chunks) == 1:
+        return chunks[0]
+    xs, ys, masks = zip(*chunks, strict=True)
+    if all(mask is None for mask in masks):
+        return torch.cat(xs, 1), torch.cat(ys, 1), None
+    filled = [
+        torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
+        for x, mask in zip(xs, masks, strict=True)
+    ]
+    return torch.cat(xs, 1), torch.cat(ys, 1), torch.cat(filled, 1)
+
+
+def _stream(project: nn.Module, q: Tensor, chunks: Iterable[Chunk]) -> AttentionState:
+    state: AttentionState | None = None
+    for x, y, mask in chunks:
+        k, v = project(x, y)
+        part = AttentionState.observe(q, k, v, mask)
+        state = part if state is None else state.merge(part)
+    if state is None:
+        raise ValueError("there are no chunks to condition on")
+    return state
+
+
+class _Fold(torch.autograd.Function):
+    """`_stream` with a backward pass that walks the chunks a second time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        project: nn.Module,
+        names: tuple[str, ...],
+        masks: list[Tensor | None],
+        q: Tensor,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        points = tensors[len(names) :]
+        chunks = zip(points[::2], points[1::2], masks, strict=True)
+        state = _stream(project, q, chunks)
+        device = state.value.device.type
+        ctx.project, ctx.names = project, names
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        ctx.save_for_backward(state.value, state.lse, q, *tensors, *masks)
+        ctx.mark_non_differentiable(state.count)
+        ctx.set_materialize_grads(False)
+        return state.value, state.lse, state.count
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_value: Tensor | None, grad_lse: Tensor | None, _: None) -> Any:
+        value, lse, q, *saved = ctx.saved_tensors
+        tensors = saved[: len(ctx.needs_input_grad) - 4]
+        grad_value = torch.zeros_like(value) if grad_value is None else grad_value
+        leaves = [
+            t.detach().requires_grad_(needed)
+            for t, needed in zip(tensors, ctx.needs_input_grad[4:], strict=True)
+        ]
+        parameters = dict(zip(ctx.names, leaves, strict=False))
+        project = _with({id(p): parameters[name] for name, p in ctx.project.named_parameters()}, ctx.project)
+        points = leaves[len(ctx.names) :]
+        nothing = is_nothing(lse)  # all is masked out there, and has no share in what is nothing
+        grad_value = grad_value.masked_fill(nothing[..., None], 0.0)
+        grad_lse = None if grad_lse is None else grad_lse.masked_fill(nothing, 0.0)
+        whole = value, lse, grad_value, grad_lse
+        grads: dict[int, Tensor] = {}
+        grad_q = torch.zeros_like(q)
+        device, dtype, enabled = ctx.autocast
+        for x, y, mask in zip(points[::2], points[1::2], saved[len(tensors) :], strict=True):
+            with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled):
+                k, v = project(x, y)
+            grad_part, *upstream = _part_backward(q, k.detach(), v.detach(), mask, *whole)
+            grad_q += grad_part
+            if not k.requires_grad or k.shape[-2] == 0:
+                continue
+            wanted = [t for t in (*parameters.values(), x, y) if t.requires_grad]
+            found = torch.autograd.grad((k, v), wanted, upstream, allow_unused=True)
+            accumulate(grads, zip(wanted, found, strict=True))
+        return None, None, None, grad_q, *(grads.get(id(leaf)) for leaf in leaves)
+
+
+def _with(others: dict[int, Tensor], module: nn.Module) -> nn.Module:
+    """A module like this with other parameters in place of its own, by their identities.
+
+    It shares all else. `functional_call` would change the module itself for a while, which other threads may
+    be using.
+    """
+    found: nn.Module = object.__new__(type(module))
+    found.__dict__.update(module.__dict__)
+    own, inner = module._parameters.items(), module._modules.items()
+    found._parameters = {name: p if p is None else others[id(p)] for name, p in own}  # type: ignore[misc]
+    found._modules = {name: None if m is None else _with(others, m) for name, m in inner}
+    return found
+
+
+def _part_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    value: Tensor,
+    lse: Tensor,
+    grad_value: Tensor,
+    grad_lse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of one chunk's q, k and v as a part of the whole softmax."""
+    if k.shape[-2] == 0:
+        return torch.zeros_like(q), k, v
+    wide = torch.promote_types(k.dtype, torch.float32)
+    flat_k, flat_v = (t.flatten(1, -3) for t in (k, v))
+    flat_q, bias = q.detach().flatten(0, -3), bias_of(mask, None, k.dtype)
+    grad_q, grad_k, grad_v = kernels.attend_backward(
+        kernels.choose(flat_q, flat_k, flat_v, bias),
+        flat_q,
+        flat_k,
+        flat_v,
+        bias,
+        value.flatten(1, -3).to(k.dtype),
+        lse.flatten(1, -2).to(wide),
+        grad_value.flatten(1, -3).to(k.dtype),
+        None if grad_lse is None else grad_lse.flatten(1, -2).to(wide),
+    )
+    return grad_q.view_as(q), grad_k.reshape(k.shape), grad_v.reshape(v.shape)
+
+
+def accumulate(grads: dict[int, Tensor], found: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+    """Add gradients to those of the same leaves so far."""
+    for leaf, grad in found:
+        if grad is None:
+            continue
+        if id(leaf) in grads:
+            grads[id(leaf)] += grad
+        else:
+            grads[id(leaf)] = grad.clone()

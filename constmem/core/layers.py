@@ -1,0 +1,180 @@
+"""Thin pre-norm modules: cross-attention, self-attention and feed-forward.
+
+The paper's CA and SA are these with a FeedForward behind each. Every module computes
+`f(norm(x)) + residual`, where the residual is `norm(x)` (`residual="normed"`, as in the published
+lineage of models) or `x` itself (`residual="raw"`, as in most transformers).
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from constmem.core.initial import keep_variance
+from constmem.kernels import feed_forward, layers, whole_attention
+
+Residual = Literal["normed", "raw"]
+
+
+def check_residual(residual: str) -> None:
+    """Refuse an unknown kind of residual."""
+    if residual not in ("normed", "raw"):
+        raise ValueError(f"residual must be 'normed' or 'raw', not {residual!r}")
+
+
+def check_heads(dim: int, num_heads: int) -> None:
+    """Refuse widths that do not split into heads."""
+    if num_heads < 1 or dim % num_heads:
+        raise ValueError(f"dim={dim} does not split into num_heads={num_heads} equal heads")
+
+
+def attend(
+    q: Float[Tensor, "b h m c"],
+    k: Float[Tensor, "b h n c"],
+    v: Float[Tensor, "b h n c"],
+    mask: Bool[Tensor, "b n"] | None = None,
+    *,
+    scale: float | None = None,
+) -> Float[Tensor, "b h m c"]:
+    """Fused softmax(scale q k') v over the real keys; zero where there is none.
+
+    Args:
+        mask: True = real; None where all are, which keeps the fastest kernels available.
+        scale: 1 / sqrt(channels) if None.
+    """
+    if k.shape[-2] == 0:
+        return torch.zeros_like(q)
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
+    some = mask.any(-1)[:, None, None, None]
+    seen = mask[:, None, None, :] | ~some  # a softmax over nothing is not a number, nor is its gradient
+    return torch.where(some, F.scaled_dot_product_attention(q, k, v, seen, scale=scale), 0.0)
+
+
+class CrossAttention(nn.Module):
+    """x attends to a context: softmax(q k') v with pre-norm and residual.
+
+    Example:
+        >>> import torch
+        >>> attend = CrossAttention(dim=8, num_heads=2)
+        >>> x, context = torch.randn(1, 3, 8), torch.randn(1, 5, 8)
+        >>> torch.allclose(attend(x, context), attend(x, context.flip(1)), atol=1e-6)  # a set
+        True
+    """
+
+    def __init__(self, *, dim: int, num_heads: int, residual: Residual = "normed") -> None:
+        super().__init__()
+        check_heads(dim, num_heads)
+        check_residual(residual)
+        self.num_heads = num_heads
+        self.normed = residual == "normed"
+        self.norm = nn.LayerNorm(dim)
+        self.norm_context = nn.LayerNorm(dim)
+        self.attention = _Attention(dim, num_heads)
+
+    def forward(
+        self,
+        x: Float[Tensor, "b m d"],
+        context: Float[Tensor, "b n d"],
+        mask: Bool[Tensor, "b n"] | None = None,
+    ) -> Float[Tensor, "b m d"]:
+        half = layers.half(self.norm.weight, x, context) if len(x) == len(context) else None
+        if half is not None and self.attention.fits_whole(context, half):
+            return self.attention.whole(x, context, mask, self.norm, self.norm_context, self.normed, half)
+        normed = self.norm(x)
+        out: Tensor = self.attention(normed, self.norm_context(context), mask)
+        return out + (normed if self.normed else x)
+
+
+class SelfAttention(nn.Module):
+    """x attends to itself, with pre-norm and residual."""
+
+    def __init__(self, *, dim: int, num_heads: int, residual: Residual = "normed") -> None:
+        super().__init__()
+        check_heads(dim, num_heads)
+        check_residual(residual)
+        self.normed = residual == "normed"
+        self.norm = nn.LayerNorm(dim)
+        self.attention = _Attention(dim, num_heads)
+
+    def forward(
+        self, x: Float[Tensor, "b m d"], mask: Bool[Tensor, "b m"] | None = None
+    ) -> Float[Tensor, "b m d"]:
+        half = layers.half(self.norm.weight, x)
+        if half is not None and self.attention.fits_whole(x, half):
+            return self.attention.whole(x, None, mask, self.norm, None, self.normed, half)
+        normed = self.norm(x)
+        out: Tensor = self.attention(normed, normed, mask)
+        return out + (normed if self.normed else x)
+
+
+class _Attention(nn.Module):
+    """Multi-head attention without norm or residual: q, k, v have no bias, the output has one."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.query = keep_variance(nn.Linear(dim, dim, bias=False))
+        self.key_value = keep_variance(nn.Linear(dim, 2 * dim, bias=False))
+        self.out = keep_variance(nn.Linear(dim, dim))
+
+    def forward(
+        self,
+        x: Float[Tensor, "b m d"],
+        context: Float[Tensor, "b n d"],
+        mask: Bool[Tensor, "b n"] | None = None,
+    ) -> Float[Tensor, "b m d"]:
+        q = self.query(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (b, h, m, c)
+        kv = self.key_value(context).unflatten(-1, (2, self.num_heads, -1))
+        k, v = kv.transpose(1, 3).unbind(2)  # (b, h, n, c) each
+        out: Tensor = self.out(attend(q, k, v, mask).transpose(1, 2).flatten(2))
+        return out
+
+    def fits_whole(self, context: Float[Tensor, "b n d"], half: bool) -> bool:
+        """Whether norm, attention and residual run as one operator for this context."""
+        keys = whole_attention.padded(context.shape[1])
+        if keys is None:
+            return False
+        fits: bool = whole_attention.fits(context.shape[2], self.num_heads, keys, half, context.device.index)
+        return fits
+
+    def whole(
+        self,
+        x: Float[Tensor, "b m d"],
+        context: Float[Tensor, "b n d"] | None,
+        mask: Bool[Tensor, "b n"] | None,
+        norm: nn.LayerNorm,
+        norm_context: nn.LayerNorm | None,
+        normed: bool,
+        half: bool,
+    ) -> Float[Tensor, "b m d"]:
+        """The whole layer as one operator; without a context x attends to itself."""
+        weights = self.query.weight, self.key_value.weight, self.out.weight, self.out.bias
+        return whole_attention.attention(
+            x, context, mask, norm, norm_context, *weights, heads=self.num_heads, normed=normed, half=half
+        )
+
+
+class FeedForward(nn.Module):
+    """A gated feed-forward layer (GEGLU) with pre-norm and residual."""
+
+    def __init__(self, *, dim: int, hidden: int, residual: Residual = "normed") -> None:
+        super().__init__()
+        check_residual(residual)
+        self.normed = residual == "normed"
+        self.norm = nn.LayerNorm(dim)
+        self.expand = keep_variance(nn.Linear(dim, 2 * hidden))
+        self.contract = keep_variance(nn.Linear(hidden, dim))
+
+    def forward(self, x: Float[Tensor, "b m d"]) -> Float[Tensor, "b m d"]:
+        half = layers.half(self.norm.weight, x)
+        if half is not None and feed_forward.fits(*self.contract.weight.shape, half, x.device.index):
+            layers_of = self.norm, self.expand, self.contract
+            weights = [t for layer in layers_of for t in (layer.weight, layer.bias)]
+            return feed_forward.feed_forward(x, *weights, eps=self.norm.eps, normed=self.normed, half=half)
+        normed = self.norm(x)
+        content, gate = self.expand(normed).chunk(2, -1)
+        out: Tensor = self.contract(content * F.gelu(gate))
+        return out + (normed if self.normed else x)

@@ -1,0 +1,192 @@
+"""What any model is before it sees data: settings with weights, named by a fingerprint, kept in files."""
+
+import hashlib
+import inspect
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from constmem.core import checks
+from constmem.core.files import read_json, read_tensors, write_tensors, write_text
+from constmem.core.unchanged import identities
+
+SHIPPED = {
+    path.parent.name: path.parent for path in Path(__file__).parents[1].glob("pretrained/*/config.json")
+}
+KIND, VERSION = "constmem.model", 1
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+AnyModel = TypeVar("AnyModel", bound="Model")
+
+
+class Model(nn.Module, ABC):
+    """The settings and weights of a model; a folder holds them as `config.json` and `model.safetensors`."""
+
+    name: ClassVar[str]
+
+    def __init__(self, *, config: dict[str, Any]) -> None:
+        super().__init__()
+        self.config = config
+        self._signature: tuple[object, str] | None = None
+        self._where: Tensor
+        self.register_buffer("_where", torch.empty(0), persistent=False)
+
+    @abstractmethod
+    def observing_parameters(self) -> Sequence[Tensor]:
+        """The parameters (and fixed numbers) a state depends on."""
+
+    @classmethod
+    @abstractmethod
+    def family(cls) -> Mapping[str, type["Model"]]:
+        """The models of this one's kind, by name."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._buffers["_where"].device  # type: ignore[union-attr]  # past the look-up of modules
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the parameters are made of."""
+        return self._buffers["_where"].dtype  # type: ignore[union-attr]
+
+    def train(self: AnyModel, mode: bool = True) -> AnyModel:
+        """As of any module; the fingerprint is computed anew after a change of mode."""
+        self._signature = self._signature if mode == self.training else None
+        return super().train(mode)
+
+    def fingerprint(self) -> str:
+        """A short name for the configuration, weights and units that states depend on.
+
+        It is computed anew when a weight was replaced or changed in place, and after a change between
+        `train` and `eval`; writes that no version counter counts (through `parameter.data`, by PyTorch's
+        fused optimisers) it does not see by itself.
+        """
+        parameters = self._signed_by()
+        key = identities(parameters)
+        if self._signature is None or self._signature[0] != key:
+            digest = hashlib.sha256(f"{self.name}{json.dumps(self.config, sort_keys=True)}".encode())
+            for p in parameters:
+                digest.update(p.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+            self._signature = key, digest.hexdigest()[:16]
+        return self._signature[1]
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write `config.json` and `model.safetensors` into a folder."""
+        header = {"format": KIND, "version": str(VERSION)}
+        write_tensors(Path(folder) / WEIGHTS, self.state_dict(), header)
+        content = {"model": self.name, "config": self.config}
+        write_text(Path(folder) / CONFIG, json.dumps(content, indent=2) + "\n")
+
+    @classmethod
+    def from_pretrained(
+        cls: type[AnyModel], folder: str | os.PathLike[str], *, device: torch.device | str | None = None
+    ) -> AnyModel:
+        """A trained model, ready to evaluate; of an abstract class, whichever the folder holds.
+
+        Args:
+            folder: one that `save_pretrained` wrote, or the name of weights that come with the package
+                (`SHIPPED`): "emnist", handwritten characters of 28x28 grey pixels; "gp", smooth functions
+                of one number between -2 and 2, seen with little noise. A folder of the working directory
+                that is called so comes first only if it holds a model: config.json and model.safetensors.
+            device: where to put it.
+        """
+        if str(folder) in SHIPPED and not _holds_model(Path(folder)):
+            folder = SHIPPED[str(folder)]
+        where = None if device is None else checks.device(device)
+        path = Path(folder) / CONFIG
+        name, config = _read_config(path)
+        kind = cls._named(name, folder)
+        try:
+            model = kind(**config)
+        except TypeError as error:
+            raise ValueError(f"{path} has settings that {kind.__name__} does not know: {error}") from error
+        tensors, _ = read_tensors(Path(folder) / WEIGHTS, kind=KIND, version=VERSION)
+        try:
+            model._load(tensors)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"the weights in {folder} do not fit its config.json, so one of both is of "
+                f"another model: {misfit(error)}"
+            ) from error
+        return model.eval() if where is None else model.eval().to(where)
+
+    @classmethod
+    def _named(cls: type[AnyModel], name: str, folder: str | os.PathLike[str]) -> type[AnyModel]:
+        """This class, if it is the one named; of an abstract class, the model of that name."""
+        if not inspect.isabstract(cls):
+            if name != cls.name:
+                raise ValueError(f"{folder} holds a {name!r}, not a {cls.name!r}: load it with its own class")
+            return cls
+        kinds = {name: kind for name, kind in cls.family().items() if issubclass(kind, cls)}
+        if name not in kinds:
+            raise ValueError(f"{folder} holds a {name!r}, which is none of {', '.join(kinds)}")
+        return kinds[name]
+
+    # Inside
+
+    def _signed_by(self) -> Sequence[Tensor]:
+        """What the fingerprint is taken of."""
+        return self.observing_parameters()
+
+    def _load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take on weights, in the precision they were written in."""
+        own = (tensors[key] for key, _ in self.named_parameters() if key in tensors)
+        self.to(next((tensor.dtype for tensor in own), self.dtype))
+        self.load_state_dict(dict(tensors))
+
+    def _require_made_here(self, state: Any) -> None:
+        """Refuse a state on another device, or made by other weights."""
+        device = self.device
+        if state.device != device:
+            raise ValueError(
+                f"the state is on {state.device}, the model on {device}: use state.to({str(device)!r})"
+            )
+        if torch.compiler.is_compiling() or state.fingerprint is None:
+            return
+        if not self._learns() and state.fingerprint != self.fingerprint():
+            raise ValueError(
+                f"this state was made by other weights (fingerprint {state.fingerprint}, this model "
+                f"{self.fingerprint()}): condition again with this model"
+            )
+
+    def _weights_of(self, state: Any) -> object:
+        """What `_require_made_here` has just known the weights by, if it has: the same while they are."""
+        if torch.compiler.is_compiling() or state.fingerprint is None or self._signature is None:
+            return None
+        return self._signature[0]
+
+    def _learns(self) -> bool:
+        return torch.is_grad_enabled() and any(p.requires_grad for p in self.observing_parameters())
+
+
+def _holds_model(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in (CONFIG, WEIGHTS))
+
+
+def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"there is no {path}: from_pretrained needs a folder that save_pretrained wrote (as a run does "
+            f"with its first checkpoint), or one of the names {', '.join(map(repr, sorted(SHIPPED)))}"
+        )
+    content = read_json(path, "save the model again")
+    fields = content if isinstance(content, dict) else {}
+    name, config = fields.get("model"), fields.get("config")
+    if not isinstance(name, str) or not isinstance(config, dict):
+        raise ValueError(
+            f"{path} is damaged or of another kind: it does not hold the name of a model and its config; "
+            "save the model again"
+        )
+    return name, config
+
+
+def misfit(error: Exception) -> str:
+    """The first lines of an error about weights, which may name hundreds of them."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:300]} ..."

@@ -1,0 +1,1 @@
+"""Scores, rows, tables and pictures of runs."""

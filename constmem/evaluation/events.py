@@ -1,0 +1,267 @@
+"""How good predictions of events are: likelihood, errors, accuracy and goodness of fit.
+
+The protocol: the second event of every sequence to its last are scored, and these alone, for every figure;
+NLLs are nats an event in the data's own unit; the silence until t_end is told apart.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import exp, isnan, nan, pi, sqrt
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Float64, Int64
+from torch import Tensor
+
+from constmem.core import checks
+from constmem.data import EventLogProb, Events
+
+LEVELS = (0.5, 0.8, 0.9, 0.95)
+HITS = ("accuracy", "top5", "accuracy_given_gap", "top5_given_gap")
+
+
+@runtime_checkable
+class Forecast(Protocol):
+    """At place (b, i) the prediction of event i of sequence b from those before it."""
+
+    @property
+    def gap(self) -> Any:
+        """The distribution of the gap, (b, t): mean, median, log_survival."""
+
+    def mark_logits(self, gap: Tensor | None = None) -> Tensor:
+        """(b, t, marks), of an event after this gap; without one, of the next event whenever it comes."""
+
+
+@runtime_checkable
+class EventPredictor(Protocol):
+    """What is asked of a model; `initial` and `condition` for sequences too long to take at once."""
+
+    def eval(self) -> Any: ...
+
+    def log_prob(self, events: Events, *, initial: Any = None) -> EventLogProb: ...
+
+    def forecast(self, events: Events, *, initial: Any = None) -> Forecast: ...
+
+    def condition(self, events: Events, *, initial: Any = None) -> Any: ...
+
+
+@dataclass(frozen=True)
+class EventScores:
+    """Means over the scored events of a test set.
+
+    Attributes:
+        nll, time_nll, mark_nll: nats an event; the first is the sum of the others. The mark's is given the
+            gap, and an unknown mark adds 0.
+        survival_nll: nats a sequence for the silence until t_end; None without a t_end.
+        rmse, mae: of the predicted mean gap, in `unit`.
+        rmse_median, mae_median: of the predicted median gap.
+        accuracy, error, top5: of the likeliest mark, and of the five likeliest, when nothing of the event
+            is known; over events whose mark is known.
+        accuracy_given_gap, top5_given_gap: the same when its time is known.
+        ks, ks_p_value: the largest distance of the distribution of rescaled times from the exponential,
+            and the probability of a larger one if the model were true.
+        coverage: share of gaps inside the central interval of each level of `LEVELS`.
+        unit: of the gaps.
+        events, sequences: how many events were scored, of how many sequences.
+    """
+
+    nll: float
+    time_nll: float
+    mark_nll: float
+    survival_nll: float | None
+    rmse: float
+    mae: float
+    rmse_median: float
+    mae_median: float
+    accuracy: float
+    error: float
+    top5: float
+    accuracy_given_gap: float
+    top5_given_gap: float
+    ks: float
+    ks_p_value: float
+    coverage: dict[str, float]
+    unit: str
+    events: int
+    sequences: int
+
+
+@torch.no_grad()
+def evaluate_events(model: EventPredictor, events: Events, *, positions: int | None = None) -> EventScores:
+    """Score a model on event sequences.
+
+    Args:
+        model: scores and forecasts events (see `EventPredictor`).
+        events: on the model's device.
+        positions: events handled at once, padding included; changes memory and no figure. By default
+            2,048 to 8,192: fewer with many marks.
+    """
+    totals: dict[str, Tensor] = {}
+    rescaled: list[Tensor] = []
+    for part, lp, forecast in _parts(model, events, positions):
+        rescaled.append(_rescaled(part, lp.scored, forecast))
+        for name, value in (_errors(part, lp, forecast) | _hits(part, lp.scored, forecast)).items():
+            totals[name] = totals.get(name, torch.zeros_like(value)) + value
+    sums = {name: float(value) for name, value in totals.items()}
+    return _scores(events, sums, torch.cat(rescaled) if rescaled else events.times.reshape(-1)[:0])
+
+
+@torch.no_grad()
+def rescaled_times(
+    model: EventPredictor, events: Events, *, positions: int | None = None
+) -> Float64[Tensor, " n"]:
+    """The integrated hazard Λ = -log P(a longer gap) of every scored gap, as the model predicted it.
+
+    If the model is true they are independent and exponential with mean 1, and the probability
+    integral transforms 1 - exp(-Λ) uniform.
+    """
+    parts = _parts(model, events, positions)
+    found = [_rescaled(part, lp.scored, forecast) for part, lp, forecast in parts]
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64, device=events.device)
+
+
+def ks_statistic(rescaled: Float64[Tensor, " n"]) -> float:
+    """The largest distance between the distribution of rescaled times and the exponential with mean 1."""
+    n = len(rescaled)
+    if not n:
+        return nan
+    expected = -torch.expm1(-rescaled.double().sort().values)
+    steps = torch.arange(n + 1, dtype=torch.float64, device=rescaled.device) / n
+    return float(torch.maximum(expected - steps[:-1], steps[1:] - expected).max())
+
+
+def ks_p_value(distance: float, n: int) -> float:
+    """The probability of a larger distance by chance, by Kolmogorov's distribution.
+
+    P(√n D > x) = 2 Σ_k (-1)^(k-1) exp(-2 k² x²), with Stephens' correction of √n for finite n.
+    """
+    if isnan(distance):
+        return nan
+    x = (sqrt(n) + 0.12 + 0.11 / sqrt(n)) * distance
+    if x < 0.2:
+        return 1.0  # to 12 digits
+    if x < 1.2:  # the same function, as a series that converges for small x
+        return 1 - sqrt(2 * pi) / x * sum(exp(-(((2 * k - 1) * pi / x) ** 2) / 8) for k in range(1, 6))
+    return 2 * sum((1.0 if k % 2 else -1.0) * exp(-2 * (k * x) ** 2) for k in range(1, 6))
+
+
+@torch.no_grad()
+def mark_confusion(
+    model: EventPredictor, events: Events, *, commonest: int = 10, positions: int | None = None
+) -> tuple[Int64[Tensor, " k"], Int64[Tensor, "k k1"]]:
+    """How often the likeliest mark was which, for each of the commonest true marks.
+
+    Returns the marks, commonest first, and counts [true, predicted], with one more column for
+    predictions of any other mark.
+    """
+    checks.positive("commonest", commonest)
+    true = events.marks[events.scored & (events.marks >= 0)]
+    order = true.bincount(minlength=events.num_marks).argsort(descending=True, stable=True)
+    shown = order[:commonest]
+    place = torch.full((events.num_marks,), len(shown), device=events.device)
+    place[shown] = torch.arange(len(shown), device=events.device)
+    counts = torch.zeros(len(shown) + 1, len(shown) + 1, dtype=torch.long, device=events.device)
+    for part, lp, forecast in _parts(model, events, positions):
+        known = lp.scored & (part.marks >= 0)
+        predicted = forecast.mark_logits().argmax(-1)[known]
+        index = place[part.marks[known]], place[predicted]
+        counts.index_put_(index, torch.ones_like(predicted), accumulate=True)
+    return shown, counts[:-1]
+
+
+def _parts(
+    model: EventPredictor, events: Events, positions: int | None
+) -> Iterator[tuple[Events, EventLogProb, Forecast]]:
+    """Batches of sequences of like length, and pieces of those too long to take at once."""
+    if positions is None:
+        positions = min(max((1 << 24) // events.num_marks, 2048), 8192)
+    checks.positive("positions", positions)
+    model.eval()
+    lengths = events.lengths.cpu()
+    order = lengths.argsort(descending=True, stable=True)
+    start = 0
+    while start < len(order):
+        width = int(lengths[order[start]])
+        stop = start + max(1, positions // max(width, 1))
+        batch = events.select(order[start:stop].to(events.device)).trim()
+        start = stop
+        if width <= positions:
+            yield batch, model.log_prob(batch), model.forecast(batch)
+            continue
+        state = None
+        for first in range(0, width, positions):
+            piece = batch.window(first, first + positions)
+            yield piece, model.log_prob(piece, initial=state), model.forecast(piece, initial=state)
+            state = model.condition(piece, initial=state)
+
+
+def _scores(events: Events, sums: dict[str, float], rescaled: Float64[Tensor, " n"]) -> EventScores:
+    """Sums over all scored events as means, each over its own kind."""
+    count = sums.get("events", 0.0)
+    if not count:
+        raise ValueError("there is nothing to score: no sequence has a second event")
+    means = {name: value / count for name, value in sums.items()}
+    hits = {name: sums[name] / sums["known"] if sums["known"] else nan for name in HITS}
+    distance = ks_statistic(rescaled)
+    return EventScores(
+        nll=means["time_nll"] + means["mark_nll"],
+        time_nll=means["time_nll"],
+        mark_nll=means["mark_nll"],
+        survival_nll=None if events.t_end is None else sums["survival"] / len(events),
+        rmse=sqrt(means["square"]),
+        mae=means["mae"],
+        rmse_median=sqrt(means["square_median"]),
+        mae_median=means["mae_median"],
+        error=1 - hits["accuracy"],
+        **hits,
+        ks=distance,
+        ks_p_value=ks_p_value(distance, len(rescaled)),
+        coverage=_coverage(rescaled),
+        unit=events.unit,
+        events=int(count),
+        sequences=len(events),
+    )
+
+
+def _rescaled(part: Events, scored: Bool[Tensor, "b t"], forecast: Forecast) -> Float64[Tensor, " n"]:
+    log_survival: Tensor = forecast.gap.log_survival(part.gaps)
+    return -log_survival.double()[scored]
+
+
+def _errors(part: Events, lp: EventLogProb, forecast: Forecast) -> dict[str, Float64[Tensor, ""]]:
+    """Sums over the scored events of a batch."""
+    scored, gaps = lp.scored, part.gaps
+    off = (forecast.gap.mean.double() - gaps)[scored]
+    off_median = (forecast.gap.median.double() - gaps)[scored]
+    silence = lp.time.new_zeros(()) if lp.survival is None else -lp.survival.sum()
+    return {
+        "time_nll": -lp.time.double()[scored].sum(),
+        "mark_nll": -lp.mark.double()[scored].sum(),
+        "survival": silence.double(),
+        "square": off.square().sum(),
+        "mae": off.abs().sum(),
+        "square_median": off_median.square().sum(),
+        "mae_median": off_median.abs().sum(),
+        "events": scored.sum().double(),
+    }
+
+
+def _hits(part: Events, scored: Bool[Tensor, "b t"], forecast: Forecast) -> dict[str, Float64[Tensor, ""]]:
+    """How often the true mark is the likeliest, and among the five likeliest, without and with the gap."""
+    known = scored & (part.marks >= 0)
+    true = part.marks[known]
+    counts = {"known": known.sum().double()}
+    for suffix, gap in (("", None), ("_given_gap", part.gaps)):
+        best = _likeliest(forecast.mark_logits(gap), known)
+        counts[f"accuracy{suffix}"] = (best[:, 0] == true).sum().double()
+        counts[f"top5{suffix}"] = (best == true[:, None]).any(-1).sum().double()
+    return counts
+
+
+def _likeliest(logits: Float[Tensor, "b t marks"], known: Bool[Tensor, "b t"]) -> Int64[Tensor, "n five"]:
+    return logits[known].topk(min(5, logits.shape[-1]), -1).indices
+
+
+def _coverage(rescaled: Float64[Tensor, " n"]) -> dict[str, float]:
+    off_centre = (0.5 - torch.exp(-rescaled)).abs()
+    return {str(level): float((off_centre <= level / 2).double().mean()) for level in LEVELS}

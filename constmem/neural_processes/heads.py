@@ -1,0 +1,110 @@
+"""From tokens to distributions: the last step of every model."""
+
+from math import log
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.distributions import Distribution, Normal, constraints
+
+from constmem.core.embed import MLP
+
+Std = Literal["bounded", "exp"]
+AnyStd = Literal["bounded", "exp", "coarse"]
+
+
+def std_of(raw: Tensor, kind: AnyStd) -> Tensor:
+    """A standard deviation from an unconstrained number.
+
+    "bounded" is 0.05 + 0.95 softplus, "coarse" 0.1 + 0.9 softplus, "exp" the exponential.
+    """
+    if kind == "bounded":
+        return 0.05 + 0.95 * F.softplus(raw)
+    if kind == "coarse":
+        return 0.1 + 0.9 * F.softplus(raw)
+    return raw.exp()
+
+
+class Gaussian(nn.Module):
+    """Independent normals: an MLP gives a mean and a standard deviation for every output channel.
+
+    Tokens that no norm has seen last want one here (`norm`).
+    """
+
+    def __init__(self, *, dim: int, hidden: int, dim_y: int, std: Std = "bounded", norm: bool = True) -> None:
+        super().__init__()
+        if std not in ("bounded", "exp"):
+            raise ValueError(f"std must be 'bounded' or 'exp', not {std!r}")
+        self.std: Std = std
+        self.norm = nn.LayerNorm(dim) if norm else nn.Identity()
+        self.predictor = MLP(dim_in=dim, dim_hidden=hidden, dim_out=2 * dim_y, depth=2)
+
+    def forward(
+        self, tokens: Float[Tensor, "b m d"]
+    ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
+        """Mean and standard deviation."""
+        mean, raw = self.predictor(self.norm(tokens)).chunk(2, -1)
+        return mean, std_of(raw, self.std)
+
+
+def normal(mean: Tensor, std: Tensor) -> Normal:
+    """A normal distribution in at least float32; its arguments were checked at the border."""
+    wide = torch.promote_types(mean.dtype, torch.float32)
+    return Normal(mean.to(wide), std.to(wide), validate_args=False)
+
+
+class SampleMixture(Distribution):
+    """An even mixture of k normals at every point: what k samples of a latent predict together.
+
+    Its `log_prob` is that of a point, log 1/k sum_k prod_y N(y | mean_k, std_k): the channels of one
+    sample belong together. It is returned as (b, m, 1), so that `log_prob(y).sum(-1)` is the
+    log-likelihood of a point here as it is for independent normals. `mean`, `variance` and `cdf` are
+    those of each channel. `sample` draws one component for a whole task: its points belong together.
+
+    Example:
+        >>> one = torch.zeros(1, 2, 1, 3), torch.ones(1, 2, 1, 3)
+        >>> alone = SampleMixture(*one).log_prob(torch.zeros(1, 2, 3))  # a mixture of one is a normal
+        >>> torch.allclose(alone.sum(-1), Normal(0.0, 1.0).log_prob(torch.zeros(1, 2, 3)).sum(-1))
+        True
+    """
+
+    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {}
+    support = constraints.real_vector
+
+    def __init__(self, means: Float[Tensor, "b m k y"], stds: Float[Tensor, "b m k y"]) -> None:
+        self.components = normal(means, stds)
+        super().__init__(means.shape[:2], means.shape[-1:], validate_args=False)
+
+    @property
+    def mean(self) -> Float[Tensor, "b m y"]:
+        return self.components.mean.mean(-2)
+
+    @property
+    def variance(self) -> Float[Tensor, "b m y"]:
+        return self.components.variance.mean(-2) + self.components.mean.var(-2, correction=0)
+
+    def log_prob(self, value: Float[Tensor, "b m y"]) -> Float[Tensor, "b m 1"]:
+        return logmeanexp(self.components.log_prob(value[..., None, :]).sum(-1))[..., None]
+
+    def cdf(self, value: Float[Tensor, "b m y"]) -> Float[Tensor, "b m y"]:
+        out: Tensor = self.components.cdf(value[..., None, :]).mean(-2)
+        return out
+
+    def sample(
+        self, sample_shape: Any = (), *, generator: torch.Generator | None = None
+    ) -> Float[Tensor, "*s b m y"]:
+        means, stds = self.components.mean, self.components.stddev
+        shape, (b, m, k, y) = tuple(sample_shape), means.shape
+        with torch.no_grad():
+            pick = torch.randint(k, (*shape, b, 1, 1, 1), generator=generator, device=means.device)
+            pick = pick.expand(*shape, b, m, 1, y)
+            mean, std = (t.expand(*shape, b, m, k, y).gather(-2, pick).squeeze(-2) for t in (means, stds))
+            noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
+            return mean + std * noise
+
+
+def logmeanexp(numbers: Float[Tensor, "*b k"]) -> Float[Tensor, "*b"]:
+    """log of the mean of exponentials over the last axis."""
+    return numbers.logsumexp(-1) - log(numbers.shape[-1])

@@ -1,0 +1,1 @@
+"""Training: the loop, recipes, sources of tasks, run folders."""

@@ -1,0 +1,495 @@
+"""CMAB and its stack: observe and read, against the block written out in numpy."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from math import erf
+from typing import TypeVar
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from constmem import CMAB, CMANP, AttentionState, CMABStack
+from constmem.bench.literal import Literal
+from constmem.core.embed import MLP
+from constmem.core.layers import CrossAttention, FeedForward, SelfAttention
+from constmem.core.observation import Observation
+from tests.conftest import Refuses
+
+Array = NDArray[np.float64]
+RESIDUALS = "normed", "raw"
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def shaken(module: Module) -> Module:
+    """Parameters away from the ones and zeros they start from, in float64."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return module.double()
+
+
+def small_stack(residual: str = "normed", depth: int = 3) -> CMABStack:
+    return shaken(
+        CMABStack(depth=depth, dim=12, num_slots=5, num_heads=3, hidden=7, residual=residual)  # type: ignore[arg-type]
+    )
+
+
+def data(n: int = 9, b: int = 2, dim: int = 12) -> tuple[Tensor, Tensor]:
+    return torch.randn(b, 4, dim).double(), torch.randn(b, n, dim).double()
+
+
+# One block, written out
+
+
+def array(tensor: Tensor) -> Array:
+    out: Array = tensor.detach().double().numpy()
+    return out
+
+
+def norm(x: Array, scale: Array, shift: Array) -> Array:
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * scale + shift
+
+
+def layer(x: Array, module: nn.LayerNorm) -> Array:
+    return norm(x, array(module.weight), array(module.bias))
+
+
+def attention(x: Array, source: Array, query: Array, key: Array, value: Array, heads: int) -> Array:
+    """Every row of x over every row of its source, head by head, before the output layer."""
+    q, k, v = x @ query.T, source @ key.T, source @ value.T
+    width = q.shape[-1] // heads
+    out = np.zeros_like(q)
+    for head in range(heads):
+        here = slice(head * width, (head + 1) * width)
+        for i in range(len(q)):
+            scores = k[:, here] @ q[i, here] / np.sqrt(width)
+            weights = np.exp(scores - scores.max())
+            out[i, here] = weights @ v[:, here] / weights.sum()
+    return out
+
+
+def attended(module: SelfAttention | CrossAttention, x: Array, context: Array | None, raw: bool) -> Array:
+    normed = layer(x, module.norm)
+    source = normed if context is None else layer(context, module.norm_context)
+    inner = module.attention
+    key, value = np.split(array(inner.key_value.weight), 2)
+    out = attention(normed, source, array(inner.query.weight), key, value, inner.num_heads)
+    out = out @ array(inner.out.weight).T + array(inner.out.bias)
+    return out + (x if raw else normed)
+
+
+def fed(module: FeedForward, x: Array, raw: bool) -> Array:
+    normed = layer(x, module.norm)
+    wide = normed @ array(module.expand.weight).T + array(module.expand.bias)
+    content, gate = np.split(wide, 2, -1)
+    gelu = gate * 0.5 * (1 + np.vectorize(erf)(gate / np.sqrt(2)))
+    out = (content * gelu) @ array(module.contract.weight).T + array(module.contract.bias)
+    return out + (x if raw else normed)
+
+
+def written_out(stack: CMABStack, block: int, latents: Array, tokens: Array, raw: bool) -> Array:
+    """SA(CA(latents, SA(CA(slots, tokens)))) for one task, each with a feed-forward layer behind it."""
+    o, reading = stack.observation, stack.readings[block]
+    slots = array(o.slots[block])
+    normed = norm(slots, array(o.slots_scale[block]), array(o.slots_shift[block]))
+    context = norm(tokens, array(o.tokens_scale[block]), array(o.tokens_shift[block, :, 0]))
+    key, value = array(o.key_value[0, block]), array(o.key_value[1, block])
+    seen = attention(normed, context, array(o.query[block]), key, value, o.num_heads)
+    seen = seen @ array(reading.out.weight).T + array(reading.out.bias) + (slots if raw else normed)
+    seen = fed(reading.data[0], seen, raw)
+    seen = fed(reading.data[2], attended(reading.data[1], seen, None, raw), raw)
+    latents = fed(reading.latents[0], attended(reading.cross, latents, seen, raw), raw)
+    return fed(reading.latents[2], attended(reading.latents[1], latents, None, raw), raw)
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_a_stack_equals_blocks_written_out_in_numpy(residual: str) -> None:
+    stack = small_stack(residual)
+    latents, tokens = data()
+    levels = stack(latents, tokens)
+    for task in range(2):
+        expected = array(latents[task])
+        for block, level in enumerate(levels):
+            expected = written_out(stack, block, expected, array(tokens[task]), residual == "raw")
+            np.testing.assert_allclose(array(level[task]), expected, atol=1e-10)
+
+
+def mlp(module: MLP, x: Array) -> Array:
+    for i, linear in enumerate(module.layers):
+        x = (np.maximum(x, 0) if i else x) @ array(linear.weight).T + array(linear.bias)
+    return x
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_a_model_equals_its_prediction_written_out_in_numpy(residual: str) -> None:
+    model = shaken(
+        CMANP(dim_x=2, dim_y=3, dim=12, depth=2, num_slots=5, num_latents=4, num_heads=3, residual=residual)  # type: ignore[arg-type]
+    ).eval()
+    x, y, xt = (torch.randn(2, n, c).double() for n, c in ((8, 2), (8, 3), (6, 2)))
+    with torch.no_grad():
+        found = model.query(model.condition(x, y), xt)
+    raw = residual == "raw"
+    for task in range(2):
+        tokens = mlp(model.embed, np.concatenate([array(x[task]), array(y[task])], -1))
+        latents, targets = array(model.latents), mlp(model.embed_target, array(xt[task]))
+        for block in range(2):
+            latents = written_out(model.stack, block, latents, tokens, raw)
+            targets = fed(model.feed[block], attended(model.cross[block], targets, latents, raw), raw)
+        mean, free = np.split(mlp(model.head.predictor, layer(targets, model.head.norm)), 2, -1)
+        np.testing.assert_allclose(array(found.mean[task]), mean, atol=1e-10)
+        np.testing.assert_allclose(
+            array(found.stddev[task]), 0.05 + 0.95 * np.log1p(np.exp(free)), atol=1e-10
+        )
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_a_model_equals_the_literal_algorithm(residual: str) -> None:
+    model = shaken(
+        CMANP(dim_x=1, dim_y=2, dim=12, depth=3, num_slots=5, num_latents=4, num_heads=3, residual=residual)  # type: ignore[arg-type]
+    ).eval()
+    x, y, xt = (torch.randn(2, n, c).double() for n, c in ((20, 1), (20, 2), (6, 1)))
+    with torch.no_grad():
+        state = model.condition(x, y, chunk=7)
+        found = model.query(state, xt)
+        for chunk in (None, 6):
+            literal = Literal(model, chunk)
+            written = literal.condition(x, y)
+            for block in range(3):
+                torch.testing.assert_close(state.value[:, block], written.embedding[block])
+                torch.testing.assert_close(state.lse[:, block], written.log_c[block])
+            torch.testing.assert_close(model.read(state), torch.stack(written.latents, 1))
+            mean, std = literal.query(written, xt)
+            torch.testing.assert_close(found.mean, mean)
+            torch.testing.assert_close(found.stddev, std)
+
+
+def test_updating_equals_the_literal_update() -> None:
+    model = shaken(CMANP(dim_x=1, dim_y=1, dim=12, depth=2, num_slots=5, num_latents=4, num_heads=3)).eval()
+    x, y = torch.randn(2, 9, 1).double(), torch.randn(2, 9, 1).double()
+    with torch.no_grad():
+        literal = Literal(model)
+        written, state = literal.condition(x[:, :5], y[:, :5]), model.condition(x[:, :5], y[:, :5])
+        for i in range(5, 9):
+            written = literal.update(written, x[:, i : i + 1], y[:, i : i + 1])
+            state = model.update(state, x[:, i : i + 1], y[:, i : i + 1])
+            torch.testing.assert_close(model.read(state), torch.stack(written.latents, 1))
+
+
+# Observe and read
+
+
+def test_a_block_reads_what_it_observed() -> None:
+    block = shaken(CMAB(dim=12, num_slots=5, num_heads=3, hidden=7))
+    latents, tokens = data()
+    mask = torch.arange(18).view(2, 9) % 3 > 0
+    assert torch.equal(block(latents, tokens), block.read(block.observe(tokens), latents))
+    assert torch.equal(block(latents, tokens, mask), block.read(block.observe(tokens, mask), latents))
+
+
+def test_a_stack_reads_what_it_observed() -> None:
+    stack = small_stack()
+    latents, tokens = data()
+    mask = torch.arange(18).view(2, 9) % 3 > 0
+    found = stack(latents, tokens, mask)
+    expected = stack.read(stack.observe(tokens, mask), latents)
+    assert len(found) == 3
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_block_is_a_stack_of_one() -> None:
+    block = shaken(CMAB(dim=12, num_slots=5, num_heads=3, hidden=7))
+    latents, tokens = data()
+    assert torch.equal(block(latents, tokens), block.stack(latents, tokens)[0])
+    assert block.observe(tokens).value.shape == (2, 1, 3, 5, 4)
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_blocks_see_tokens_as_a_set(residual: str) -> None:
+    stack = small_stack(residual)
+    latents, tokens = data()
+    for one, other in zip(stack(latents, tokens), stack(latents, tokens.flip(1)), strict=True):
+        torch.testing.assert_close(one, other)
+    assert not torch.allclose(stack(latents, tokens)[-1], stack(latents, 2 * tokens - tokens[:, :1])[-1])
+
+
+def test_weights_reach_the_blocks() -> None:
+    stack = small_stack()
+    _, tokens = data(4)
+    twice = stack.observe(torch.cat([tokens, tokens[:, :1]], 1))
+    log_weight = torch.zeros(2, 4).double()
+    log_weight[:, 0] = np.log(2)
+    for weighted in (stack.observe(tokens, None, log_weight), stack.observe(tokens, log_weight=log_weight)):
+        torch.testing.assert_close(weighted.value, twice.value)
+        torch.testing.assert_close(weighted.lse, twice.lse)
+    block = CMAB(dim=12, num_slots=5, num_heads=3).double()
+    found = block.observe(tokens, log_weight=log_weight)
+    torch.testing.assert_close(found.lse, block.observe(torch.cat([tokens, tokens[:, :1]], 1)).lse)
+
+
+def test_having_seen_no_tokens_is_being_empty() -> None:
+    for module in (small_stack(), shaken(CMAB(dim=12, num_slots=5, num_heads=3))):
+        latents, tokens = data()
+        for state in (
+            module.observe(tokens[:, :0]),
+            module.observe(tokens, torch.zeros(2, 9, dtype=torch.bool)),
+        ):
+            empty = module.empty(2)
+            assert torch.equal(state.value, empty.value)
+            assert torch.equal(state.lse, empty.lse)
+            assert state.count.tolist() == [0, 0]
+        read = module.read(module.empty(2), latents)
+        assert all(level.isfinite().all() for level in read)
+
+
+def test_states_have_the_layout_a_stack_says() -> None:
+    stack = small_stack()
+    assert stack.layout == (3, 3, 5, 4)
+    assert stack.observe(data()[1]).value.shape[1:] == stack.layout
+    assert stack.empty(7).value.shape == (7, *stack.layout)
+    assert stack.empty(7).lse.shape == (7, *stack.layout[:-1])
+
+
+# Building
+
+
+def test_blocks_are_initialised_independently() -> None:
+    stack = CMABStack(depth=3, dim=16, num_slots=4, num_heads=2)
+    o = stack.observation
+    for parameter in (o.slots, o.query, o.key_value[0], o.key_value[1]):
+        assert not torch.equal(parameter[0], parameter[1])
+        assert not torch.equal(parameter[1], parameter[2])
+    assert not torch.equal(o.key_value[0], o.key_value[1])
+    for (name, one), other in zip(
+        stack.readings[0].named_parameters(), stack.readings[1].parameters(), strict=True
+    ):
+        assert "norm" in name or "bias" in name or not torch.equal(one, other)
+
+
+def test_projections_start_by_keeping_the_variance() -> None:
+    o = Observation(dim=64, depth=2, num_slots=8, num_heads=4)
+    for parameter in (o.query, o.key_value):
+        assert abs(float(parameter.detach().std()) * 64**0.5 - 1) < 0.05
+
+
+def test_the_two_residuals_differ() -> None:
+    normed, raw = small_stack("normed"), small_stack("raw")
+    raw.load_state_dict(normed.state_dict())
+    latents, tokens = data()
+    one, other = normed(latents, tokens)[-1], raw(latents, tokens)[-1]
+    assert bool(one.isfinite().all())
+    assert bool(other.isfinite().all())
+    assert float((one - other).detach().abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("sizes", [{"dim": 12, "num_heads": 5}, {"dim": 12, "num_heads": 0}])
+def test_widths_that_do_not_split_into_heads_are_refused(sizes: dict[str, int]) -> None:
+    message = f"dim=12 does not split into num_heads={sizes['num_heads']} equal heads"
+    for build in (
+        lambda: CMABStack(depth=2, **sizes),
+        lambda: CMAB(**sizes),
+        lambda: CrossAttention(**sizes),
+        lambda: SelfAttention(**sizes),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build()
+
+
+@pytest.mark.parametrize("name", ["depth", "num_slots", "hidden"])
+@pytest.mark.parametrize("number", [0, -1, True])
+def test_sizes_below_one_are_refused(name: str, number: int) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1, not {number}"):
+        CMABStack(**{"depth": 2, "dim": 8, "num_heads": 2, name: number})  # type: ignore[arg-type]
+
+
+def test_sizes_that_are_not_whole_are_refused(refuses: Refuses) -> None:
+    with refuses(ValueError, "num_slots must be a whole number of at least 1, not 2.5"):
+        CMABStack(depth=2, dim=8, num_heads=2, num_slots=2.5)  # type: ignore[arg-type]
+
+
+def test_unknown_residuals_are_refused(refuses: Refuses) -> None:
+    for build in (
+        lambda: CMABStack(depth=1, dim=8, num_heads=2, residual="none"),  # type: ignore[arg-type]
+        lambda: CMAB(dim=8, num_heads=2, residual="none"),  # type: ignore[arg-type]
+        lambda: FeedForward(dim=8, hidden=8, residual="none"),  # type: ignore[arg-type]
+    ):
+        with refuses(ValueError, "residual must be 'normed' or 'raw', not 'none'"):
+            build()
+
+
+@pytest.mark.parametrize(("dim", "num_heads", "num_slots"), [(33, 3, 31), (5, 1, 3), (64, 4, 128)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_sizes_may_be_odd(dim: int, num_heads: int, num_slots: int, dtype: torch.dtype) -> None:
+    block = CMAB(dim=dim, num_heads=num_heads, num_slots=num_slots).to(dtype)
+    tokens = torch.randn(2, 4, dim, dtype=dtype)
+    with torch.no_grad():
+        without = block.observe(tokens)
+    assert_observed(without, block.observe(tokens), 1e-5 if dtype == torch.float32 else 1e-9)
+
+
+# What is remembered of the parameters
+
+
+def assert_observed(found: AttentionState, expected: AttentionState, tolerance: float) -> None:
+    torch.testing.assert_close(found.value, expected.value, atol=tolerance, rtol=0)
+    torch.testing.assert_close(found.lse, expected.lse, atol=tolerance, rtol=0)
+
+
+def optimiser_step(block: CMAB) -> None:
+    optimiser = torch.optim.SGD(block.parameters(), lr=1.0)
+    with torch.enable_grad():
+        block(*(t.float() for t in data(dim=64))).square().sum().backward()
+    optimiser.step()
+
+
+def load_other_weights(block: CMAB) -> None:
+    block.load_state_dict(CMAB(dim=64, num_slots=32).state_dict())
+
+
+def assign_other_weights(block: CMAB) -> None:
+    block.load_state_dict(CMAB(dim=64, num_slots=32).state_dict(), assign=True)
+
+
+def write_in_place(block: CMAB) -> None:
+    with torch.no_grad():
+        block.stack.observation.slots.mul_(-1)
+
+
+def replace_a_parameter(block: CMAB) -> None:
+    block.stack.observation.slots = nn.Parameter(torch.randn(1, 32, 64))
+
+
+def replace_data(block: CMAB) -> None:
+    block.stack.observation.key_value.data = torch.randn(2, 1, 64, 64)
+
+
+CHANGES = [
+    optimiser_step,
+    load_other_weights,
+    assign_other_weights,
+    write_in_place,
+    replace_a_parameter,
+    replace_data,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("n", [1, 9])
+def test_what_is_remembered_is_renewed_when_parameters_change(change: Callable[[CMAB], None], n: int) -> None:
+    block = CMAB(dim=64, num_slots=32)
+    tokens = torch.randn(2, n, 64)
+    with torch.no_grad():
+        before = block.observe(tokens)
+        change(block)
+        after = block.observe(tokens)
+        expected = deepcopy_without_memory(block).observe(tokens)
+    assert_observed(after, expected, 0.0)
+    assert float((after.lse - before.lse).abs().max()) > 1e-4
+
+
+def deepcopy_without_memory(block: CMAB) -> CMAB:
+    fresh = CMAB(dim=block.stack.observation.dim, num_slots=block.stack.layout[2])
+    fresh.to(block.stack.observation.slots.dtype).load_state_dict(block.state_dict())
+    return fresh
+
+
+@pytest.mark.parametrize("dim", [16, 64])
+@pytest.mark.parametrize("name", [name for name, _ in CMAB().stack.observation.named_parameters()])
+def test_writing_behind_autograd_is_noticed(name: str, dim: int) -> None:
+    block = CMAB(dim=dim, num_slots=8)
+    tokens = torch.randn(2, 9, dim)
+    with torch.no_grad():
+        before = block.observe(tokens)
+        data_of = getattr(block.stack.observation, name).data
+        data_of.add_(torch.randn_like(data_of))
+        after = block.observe(tokens)
+        expected = deepcopy_without_memory(block).observe(tokens)
+    assert_observed(after, expected, 0.0)
+    assert not torch.equal(after.value, before.value)
+
+
+def test_what_is_remembered_follows_the_dtype() -> None:
+    block = CMAB(dim=64, num_slots=32)
+    tokens = torch.randn(2, 9, 64)
+    with torch.no_grad():
+        single = block.observe(tokens)
+        double = block.double().observe(tokens.double())
+        again = block.float().observe(tokens)
+        expected = deepcopy_without_memory(block.double()).observe(tokens.double())
+    assert_observed(again, single, 0.0)
+    assert_observed(double, expected, 0.0)
+    assert not torch.equal(single.value, double.value)
+
+
+def test_what_is_remembered_does_not_leave_autocast() -> None:
+    block = CMAB(dim=64, num_slots=32)
+    tokens = torch.randn(2, 9, 64)
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            rough = block.observe(tokens)
+        exact = block.observe(tokens)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            rough_again = block.observe(tokens)
+        expected = deepcopy_without_memory(block).observe(tokens)
+    assert_observed(exact, expected, 0.0)
+    assert_observed(rough, expected, 0.1)
+    assert_observed(rough_again, rough, 0.0)
+
+
+def test_what_is_remembered_follows_the_precision_of_products() -> None:
+    block = CMAB(dim=16, num_slots=4)
+    remembered = []
+    with torch.no_grad():
+        for precision in ("high", "highest", "highest"):
+            torch.set_float32_matmul_precision(precision)
+            block.observe(torch.randn(1, 3, 16))
+            remembered.append(block.stack.observation.prepared())
+    assert remembered[0] is not remembered[1]  # on a GPU their products are rounded
+    assert remembered[1] is remembered[2]
+
+
+def test_copies_of_a_block_do_not_share_what_is_remembered() -> None:
+    block = CMAB(dim=64, num_slots=32)
+    tokens = torch.randn(2, 9, 64)
+    with torch.no_grad():
+        before = block.observe(tokens)
+        copy = deepcopy(block)
+        copy.stack.observation.slots.mul_(-1)
+        changed = copy.observe(tokens)
+        assert_observed(block.observe(tokens), before, 0.0)
+        assert_observed(changed, deepcopy_without_memory(copy).observe(tokens), 0.0)
+    assert not torch.equal(changed.value, before.value)
+
+
+def test_parameters_lent_for_a_call_are_used() -> None:
+    """torch.func.functional_call with fresh tensors, whose addresses come again and again."""
+    for dim in (8, 64):
+        block = CMAB(dim=dim, num_slots=4)
+        tokens, latents = torch.randn(1, 9, dim), torch.randn(1, 3, dim)
+        for _ in range(5):
+            lent = {name: torch.randn_like(p) for name, p in block.named_parameters()}
+            with torch.no_grad():
+                found = torch.func.functional_call(block, lent, (latents, tokens))
+            expected = torch.func.functional_call(block, lent, (latents, tokens))  # computed with a graph
+            size = float(expected.detach().abs().max())  # of weights without measure
+            torch.testing.assert_close(found, expected, atol=1e-5 * size, rtol=0)
+            del lent
+
+
+@pytest.mark.parametrize("n", [1, 9])
+def test_with_gradients_nothing_is_remembered(n: int) -> None:
+    block = shaken(CMAB(dim=12, num_slots=5, num_heads=3))
+    _, tokens = data(n)
+    with torch.no_grad():
+        block.observe(tokens)
+        block.stack.observation.key_value.mul_(1.5)
+    state = block.observe(tokens)
+    (state.value.square().sum() + state.lse.square().sum()).backward()
+    for name, parameter in block.stack.observation.named_parameters():
+        assert parameter.grad is not None, name
+        assert float(parameter.grad.abs().max()) > 0, name
+    with torch.no_grad():
+        assert_observed(block.observe(tokens), state, 1e-12)

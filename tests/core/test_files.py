@@ -1,0 +1,180 @@
+"""Writing files: all of one, or none of it."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from constmem.core.files import keep_newest, read_tensors, touched, write_bytes, write_tensors, write_text
+
+
+def test_what_is_written_can_be_read(tmp_path: Path) -> None:
+    path = write_bytes(tmp_path / "a", b"\x00\xff")
+    assert path.read_bytes() == b"\x00\xff"
+
+
+def test_text_is_written_as_utf8(tmp_path: Path) -> None:
+    assert write_text(tmp_path / "a", "äß\n").read_bytes() == "äß\n".encode()
+
+
+def test_missing_folders_are_made(tmp_path: Path) -> None:
+    write_bytes(tmp_path / "deep" / "deeper" / "a", b"1")
+    assert (tmp_path / "deep" / "deeper" / "a").read_bytes() == b"1"
+
+
+def test_writing_replaces_the_old_file_and_leaves_nothing_else(tmp_path: Path) -> None:
+    write_bytes(tmp_path / "a", b"old and longer")
+    write_bytes(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_bytes() == b"new"
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_reader_never_sees_half_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_bytes(tmp_path / "a", b"old")
+    seen = []
+    fsync = os.fsync
+
+    def look(handle: int) -> None:
+        fsync(handle)
+        seen.append((path.read_bytes(), len(list(tmp_path.iterdir()))))
+
+    monkeypatch.setattr(os, "fsync", look)
+    write_bytes(path, b"new")
+    assert seen == [(b"old", 2)]  # all bytes are on the disk, under another name, before the rename
+    assert path.read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("where", ["fsync", "rename"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_failed_write_leaves_the_old_file_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException
+) -> None:
+    path = write_bytes(tmp_path / "a", b"old")
+
+    def fail(*_: object) -> None:
+        raise error
+
+    if where == "fsync":
+        monkeypatch.setattr(os, "fsync", fail)
+    else:
+        for target in ((os, "replace"), (Path, "replace"), (os, "rename"), (Path, "rename")):
+            monkeypatch.setattr(*target, fail)
+    with pytest.raises(type(error)):
+        write_bytes(path, b"new")
+    monkeypatch.undo()
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_tensors_of_any_stride_come_back(tmp_path: Path) -> None:
+    tensors = {"a": torch.rand(3, 4).T, "b": torch.rand(2, 1).expand(2, 5), "c": torch.arange(3)}
+    write_tensors(tmp_path / "t", tensors, {"format": "kind", "version": "1", "note": "x"})
+    found, header = read_tensors(tmp_path / "t", kind="kind", version=1)
+    assert header["note"] == "x"
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no file .*nowhere: expected a kind"):
+        read_tensors(tmp_path / "nowhere", kind="kind", version=1)
+
+
+def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        read_tensors(tmp_path, kind="kind", version=1)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", bytes(1000), b"\xff" * 1000])
+def test_a_file_of_another_format_is_refused(tmp_path: Path, content: bytes) -> None:
+    write_bytes(tmp_path / "t", content)
+    with pytest.raises(ValueError, match=r"t is not a readable safetensors file .*; write the kind again"):
+        read_tensors(tmp_path / "t", kind="kind", version=1)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+def test_a_file_cut_short_is_refused(tmp_path: Path, share: float) -> None:
+    path = write_tensors(tmp_path / "t", {"a": torch.rand(100)}, {"format": "kind", "version": "1"})
+    content = path.read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(ValueError, match="is cut short or of another format"):
+        read_tensors(path, kind="kind", version=1)
+
+
+def test_a_foreign_safetensors_file_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.rand(3)}, tmp_path / "t")
+    with pytest.raises(ValueError, match="holds 'no constmem header' where 'kind' was expected"):
+        read_tensors(tmp_path / "t", kind="kind", version=1)
+
+
+def test_another_kind_is_refused(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "t", {"a": torch.rand(3)}, {"format": "other", "version": "1"})
+    with pytest.raises(ValueError, match="holds 'other' where 'kind' was expected"):
+        read_tensors(tmp_path / "t", kind="kind", version=1)
+
+
+@pytest.mark.parametrize("version", [0, 2, 17])
+def test_another_version_is_refused(tmp_path: Path, version: int) -> None:
+    header = {"format": "kind", "version": str(version)}
+    write_tensors(tmp_path / "t", {"a": torch.rand(3)}, header)
+    with pytest.raises(ValueError, match=f"format version {version}; this constmem reads version 1"):
+        read_tensors(tmp_path / "t", kind="kind", version=1)
+
+
+def cache(folder: Path, hours: list[float]) -> list[Path]:
+    """Files of a cache, each last used so many hours ago."""
+    now, paths = time.time(), [folder / f"native-{i}.so" for i in range(len(hours))]
+    for path, age in zip(paths, hours, strict=True):
+        path.write_text("")
+        os.utime(path, (now, now - 3600 * age))
+    return paths
+
+
+def test_of_a_cache_the_last_used_files_stay_and_nothing_else_is_touched(tmp_path: Path) -> None:
+    paths = cache(tmp_path, [50, 2, 40, 3, 30])
+    (tmp_path / "other.so").write_text("")
+    os.utime(tmp_path / "other.so", (0, 0))
+    assert keep_newest(tmp_path, "native-*.so", count=3) == [paths[2], paths[0]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "native-1.so", "native-3.so", "native-4.so", "other.so",
+    ]  # fmt: skip
+    assert keep_newest(tmp_path, "native-*.so", count=3) == []
+    assert keep_newest(tmp_path / "none", "native-*.so", count=3) == []
+
+
+def test_what_another_process_may_be_about_to_open_stays_whatever_the_number(tmp_path: Path) -> None:
+    paths = cache(tmp_path, [0.1, 50, 0.2, 0.5, 60])
+    assert touched(paths[4])
+    assert not touched(tmp_path / "native-9.so")
+    assert keep_newest(tmp_path, "native-*.so", count=1) == [paths[1]]
+    assert not paths[1].exists()
+
+
+def test_a_file_that_is_gone_already_or_may_not_be_deleted_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = cache(tmp_path, [2, 3, 4, 5])
+    unlink = Path.unlink
+
+    def fails(path: Path, *, missing_ok: bool = False) -> None:
+        if path == paths[1]:
+            raise PermissionError(path)
+        if path == paths[2]:
+            unlink(path)  # by somebody else, a moment before
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", fails)
+    assert keep_newest(tmp_path, "native-*.so", count=1) == [paths[3]]
+    assert [path.exists() for path in paths] == [True, True, False, False]
+
+
+def test_a_library_that_is_open_works_on_when_it_is_deleted_from_the_cache(tmp_path: Path) -> None:
+    path = cache(tmp_path, [2, 5])[1]
+    path.write_bytes(b"content")
+    os.utime(path, (0, 0))
+    with path.open("rb") as file:
+        assert keep_newest(tmp_path, "native-*.so", count=1) == [path]
+        assert file.read() == b"content"

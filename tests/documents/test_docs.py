@@ -1,0 +1,102 @@
+"""What the documentation says is run: doctests, and every Python block of README and docs."""
+
+import doctest
+import importlib
+import importlib.util
+import json
+import pkgutil
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+import constmem
+from constmem.training.loop import Run, build
+from constmem.training.recipes import EVENTS, changed, recipe
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+ABSENT = [] if importlib.util.find_spec("triton") else ["constmem.kernels.triton"]
+FOUND = (module.name for module in pkgutil.walk_packages(constmem.__path__, "constmem."))
+MODULES = sorted(["constmem", *(name for name in FOUND if name not in ABSENT)])
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_are_true(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__doc__, f"{name} does not say what it is for"
+    outcome = doctest.testmod(module)
+    assert outcome.failed == 0
+
+
+def test_there_are_examples() -> None:
+    found = sum(
+        len(test.examples)
+        for name in MODULES
+        for test in doctest.DocTestFinder().find(importlib.import_module(name))
+    )
+    assert found > 20
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page run one after another, as a reader would type them."""
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text()
+    namespace: dict[str, object] = {"__name__": page.stem}
+    for block in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        line = text[: block.start(1)].count("\n")
+        code = compile("\n" * line + block[1], page.name, "exec")  # errors name the line of the page
+        exec(code, namespace)
+    assert text.strip()
+
+
+def test_the_readme_shows_code_and_names_the_two_commands() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert "```python" in text
+    assert "make demo" in text
+    assert "make test" in text
+
+
+def test_files_the_pages_point_to_exist() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} points to {target}"
+
+
+def test_public_names_are_sorted_and_documented() -> None:
+    names = constmem.__all__
+    assert names == sorted(names, key=lambda name: (not name.isupper(), name))
+    assert all(getattr(constmem, name).__doc__ for name in names)
+
+
+OTHERWISE = {("taxi", "trivial"), ("taxi", "cmhp-faithful"), ("mooc", "cmhp-faithful")}  # as their notes say
+RENAMED = {"cmhp-faithful": "model"}  # settings that had other names when its rows were made
+TRAINED = [
+    "emnist",
+    "celeba32",
+    "celeba32-longer",
+    "celeba64",
+    "celeba128",
+    "gp",
+    *(name for name in EVENTS if (RESULTS / f"{name}.json").exists()),
+]
+
+
+@pytest.mark.parametrize("table", TRAINED)
+def test_the_recipes_of_today_are_those_that_made_the_committed_rows(table: str) -> None:
+    content = json.loads((RESULTS / f"{table}.json").read_text())
+    for row in content["rows"]:
+        dataset, name, settings = row["dataset"], row["model"], row["settings"]
+        sets = re.findall(r"--set (\S+)", content["command"].replace("MODEL", name))
+        now = changed(recipe(dataset, name, row["recipe"]), sets)
+        if (dataset, name) in OTHERWISE:
+            (told,) = re.findall(rf"\b{name}('s| with) (.*?)[;.](?: |$)", content["note"], re.IGNORECASE)
+            now = changed(now, re.findall(r"--set (\S+=\d+)", told[1]))
+            settings = {key: value for key, value in settings.items() if key != RENAMED.get(name)}
+        made = {key: asdict(now)[key] for key in settings}
+        assert settings == made, f"{name} was trained by another recipe"
+        parameters = build(Run(dataset, name, row["recipe"], now)).parameters()
+        assert row["parameters"] == sum(p.numel() for p in parameters), f"{name} was of another size"
