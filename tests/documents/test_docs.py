@@ -7,7 +7,6 @@ import json
 import pkgutil
 import re
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -74,10 +73,6 @@ def test_public_names_are_sorted_and_documented() -> None:
 
 
 OTHERWISE = {("taxi", "trivial"), ("taxi", "cmhp-faithful"), ("mooc", "cmhp-faithful")}  # as their notes say
-EARLIER = {  # settings that have changed since their rows were made; to be dropped with the next rows
-    ("taxi", "cmhp-faithful"): ["model.num_slots=8", "model.num_latents=4"],
-    **{key: ["model.value_relu=true"] for key in product(("emnist", "celeba32"), ("canp", "anp", "banp"))},
-}
 RENAMED = {"cmhp-faithful": "model"}  # settings that had other names when its rows were made
 TRAINED = [
     "emnist",
@@ -96,7 +91,6 @@ def test_the_recipes_of_today_are_those_that_made_the_committed_rows(table: str)
     for row in content["rows"]:
         dataset, name, settings = row["dataset"], row["model"], row["settings"]
         sets = re.findall(r"--set (\S+)", content["command"].replace("MODEL", name))
-        sets += EARLIER.get((dataset, name), [])
         now = changed(recipe(dataset, name, row["recipe"]), sets)
         if (dataset, name) in OTHERWISE:
             (told,) = re.findall(rf"\b{name}('s| with) (.*?)[;.](?: |$)", content["note"], re.IGNORECASE)

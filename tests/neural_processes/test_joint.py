@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Refuses
-from family import data, ragged, small
 from torch import Tensor
 
 from constmem.neural_processes import MODELS, NeuralProcess, Scales, StoredPoints
 from constmem.neural_processes.joint import joint_log_prob, sample_jointly
 from constmem.neural_processes.stored import StoringProcess
+from tests.conftest import Refuses
+from tests.laws.family import data, ragged, small
 
 BLOCKS = (1, 2, 4, 6, 9)  # of six targets
 NOISE = 0.5

@@ -7,13 +7,13 @@ latent's samples, the bootstrap's points and residuals) are computed from the sa
 from math import sqrt
 from typing import Any
 
-import published as p
 import pytest
 import torch
-from published import Weights, under
 from torch import Tensor
 
 from constmem.neural_processes import MODELS, NeuralProcess
+from tests import published as p
+from tests.published import Weights, under
 
 Prediction = tuple[Tensor, Tensor]  # mean and standard deviation
 SAMPLES = 3

@@ -6,15 +6,15 @@ For every event all events before it are worked through again, as the papers wri
 from math import exp, sqrt
 from typing import Any
 
-import published as p
 import pytest
 import torch
-from published import Weights, under
 from torch import Tensor
 
 from constmem.data import Events
 from constmem.point_processes import MODELS, PointProcess
 from constmem.training.recipes import recipe
+from tests import published as p
+from tests.published import Weights, under
 
 MARKS = 5
 Heads = tuple[Tensor, Tensor, Tensor, Tensor]  # log-weights, means, deviations, log-probabilities of marks
