@@ -17,7 +17,7 @@ from torch.distributions import Distribution
 from constmem.core.algebra import bias_of
 from constmem.core.checks import positive
 from constmem.core.fold import Chunk, joined
-from constmem.core.initial import keep_variance
+from constmem.core.layers import keep_variance
 from constmem.core.memory import Needs
 from constmem.neural_processes.base import M
 from constmem.neural_processes.chunks import mean_of_real

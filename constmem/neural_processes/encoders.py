@@ -13,9 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from constmem.core.algebra import EMPTY, bias_of, settle
-from constmem.core.embed import MLP
-from constmem.core.initial import RELU, keep_variance
-from constmem.core.layers import attend, check_heads
+from constmem.core.layers import MLP, RELU, attend, check_heads, keep_variance
 from constmem.core.memory import Needs
 from constmem.core.state import AttentionState
 from constmem.neural_processes.heads import AnyStd, std_of
