@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from constmem import CMAB, CMANP, AttentionState, CMABStack
-from constmem.core.embed import MLP
-from constmem.core.layers import CrossAttention, FeedForward, SelfAttention
+from constmem.core.layers import MLP, CrossAttention, FeedForward, SelfAttention
 from constmem.core.observation import Observation
 from tests.conftest import Refuses
 
