@@ -11,9 +11,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from constmem.core.checks import positive
-from constmem.core.embed import MLP
-from constmem.core.initial import keep_variance
-from constmem.core.layers import CrossAttention, FeedForward, Residual, SelfAttention, check_residual
+from constmem.core.layers import (
+    MLP,
+    CrossAttention,
+    FeedForward,
+    Residual,
+    SelfAttention,
+    check_residual,
+    keep_variance,
+)
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
 

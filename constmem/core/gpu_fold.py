@@ -18,8 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from constmem.core.algebra import bias_of, settle
-from constmem.core.embed import MLP, perceptron
 from constmem.core.fold import Chunk, accumulate, joined
+from constmem.core.layers import MLP, perceptron
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
 from constmem.kernels import gpu, gpu_backward

@@ -15,8 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from constmem.core.algebra import bias_of
-from constmem.core.embed import MLP
-from constmem.core.layers import check_heads
+from constmem.core.layers import MLP, check_heads
 from constmem.core.preparation import NAMES, Prepared, normed_slots, prepare
 from constmem.core.state import AttentionState
 from constmem.core.unchanged import bits_of, identities, products

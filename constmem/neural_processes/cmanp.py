@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from constmem.core import checks
 from constmem.core.block import CMABStack
-from constmem.core.embed import MLP
 from constmem.core.fold import Chunk, fold
 from constmem.core.gpu_fold import fused_fold
-from constmem.core.layers import CrossAttention, FeedForward, Residual
+from constmem.core.layers import MLP, CrossAttention, FeedForward, Residual
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
 from constmem.kernels.graphs import Graphs

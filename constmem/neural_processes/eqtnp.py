@@ -7,8 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from constmem.core.checks import positive
-from constmem.core.embed import MLP
-from constmem.core.layers import CrossAttention, FeedForward, Residual, SelfAttention
+from constmem.core.layers import MLP, CrossAttention, FeedForward, Residual, SelfAttention
 from constmem.core.memory import Needs
 from constmem.neural_processes.heads import Gaussian, Std
 from constmem.neural_processes.levels import Levels, decode_levels

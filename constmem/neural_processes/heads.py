@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributions import Distribution, Normal, constraints
 
-from constmem.core.embed import MLP
+from constmem.core.layers import MLP
 
 Std = Literal["bounded", "exp"]
 AnyStd = Literal["bounded", "exp", "coarse"]

@@ -8,8 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from constmem.core.checks import positive
-from constmem.core.embed import MLP
-from constmem.core.layers import attend, check_heads
+from constmem.core.layers import MLP, attend, check_heads
 from constmem.core.memory import Needs
 from constmem.neural_processes.heads import Gaussian, Std
 from constmem.neural_processes.levels import Levels

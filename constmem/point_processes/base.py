@@ -16,9 +16,9 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from constmem.core import checks
-from constmem.core.embed import MarkEmbedding
 from constmem.point_processes.chunks import Chunk, pieces, streamed
 from constmem.point_processes.events import EventLogProb, Events
+from constmem.point_processes.heads import MarkEmbedding
 from constmem.point_processes.model import EventModel
 from constmem.point_processes.prediction import Prediction
 from constmem.point_processes.rewind import Walk, walk

@@ -23,13 +23,12 @@ from torch import Tensor, nn
 
 from constmem.core.block import CMABStack
 from constmem.core.checks import positive
-from constmem.core.embed import MLP, GapFeatures, MarkEmbedding, sinusoids
-from constmem.core.initial import keep_variance
-from constmem.core.layers import Residual
+from constmem.core.layers import MLP, Residual, keep_variance
 from constmem.core.state import AttentionState
 from constmem.point_processes.base import PointProcess
 from constmem.point_processes.chunks import Chunk, shifted, windows
 from constmem.point_processes.constant import ConstantState, nothing_recent
+from constmem.point_processes.heads import GapFeatures, MarkEmbedding, sinusoids
 
 
 class CMHP(PointProcess[ConstantState]):

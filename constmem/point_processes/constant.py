@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from constmem.core.embed import MarkEmbedding
 from constmem.core.state import AttentionState
 from constmem.point_processes.chunks import Chunk
+from constmem.point_processes.heads import MarkEmbedding
 from constmem.point_processes.states import EventState
 
 RECENT = ("recent_times", "recent_gaps", "recent_marks")  # of the events before the last, oldest first

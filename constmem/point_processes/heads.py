@@ -1,21 +1,69 @@
-"""From what is known before an event to its distributions: a mixture over the gap, a softmax over marks."""
+"""Times, gaps and marks as vectors, and back to distributions: a mixture over gaps, a softmax over marks."""
 
 from math import log, pi
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributions import Distribution, constraints
 
 from constmem.core.checks import positive
-from constmem.core.embed import MLP, GapFeatures
-from constmem.core.initial import keep_variance
+from constmem.core.layers import MLP, keep_variance
 
 LOG_SCALE = (-5.0, 1.0)  # bounds of a component's log deviation, in deviations of the data's log gaps
 REACH = 10.0  # of a component's mean, in the same deviations
 QUANTILES = 16  # at which marks that depend on the gap are averaged over it
+
+
+def sinusoids(times: Float[Tensor, "*b"], dim: int) -> Float[Tensor, "*b d"]:
+    """sin and cos of time at `dim` / 2 frequencies from 1 down to 1e-4, in turns; float64 in, float64 out.
+
+    Sine and cosine of a large float32 are noise: times come in float64, and counted from their start.
+    """
+    pairs = (dim + 1) // 2
+    last = -8 * (pairs - 1) / dim  # the frequency of pair i is 1e4^(-2 i / dim)
+    angles = times[..., None] * torch.logspace(0, last, pairs, dtype=times.dtype, device=times.device)
+    return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)[..., :dim]
+
+
+class GapFeatures(nn.Module):
+    """A standardised log gap as a vector: linear in z, in waves of z, and in whether there is a gap at all.
+
+    NaN stands for no gap (nothing came before, or at the very same time), which has a vector of its own.
+    """
+
+    WAVES = (0.25, 0.5, 1.0, 2.0)  # half-turns a deviation
+
+    def __init__(self, *, dim: int) -> None:
+        super().__init__()
+        self.project = keep_variance(nn.Linear(2 + 2 * len(self.WAVES), dim))
+        self.waves: Tensor
+        self.register_buffer("waves", pi * torch.tensor(self.WAVES), persistent=False)
+
+    def forward(self, z: Float[Tensor, "*b"]) -> Float[Tensor, "*b d"]:
+        there = ~z.isnan()
+        z = z.nan_to_num(0.0).clamp(-8.0, 8.0)[..., None]
+        angles = z * self.waves
+        columns = torch.cat([torch.ones_like(z), z, angles.sin(), angles.cos()], -1)
+        out: Tensor = self.project((columns * there[..., None]).to(self.project.weight.dtype))
+        return out
+
+
+class MarkEmbedding(nn.Module):
+    """A vector for every mark, one for an unknown mark (`UNKNOWN`), one for no event yet (`NOTHING`)."""
+
+    UNKNOWN, NOTHING = -1, -2
+
+    def __init__(self, *, num_marks: int, dim: int) -> None:
+        super().__init__()
+        self.num_marks = num_marks
+        self.table = nn.Parameter(torch.randn(num_marks + 2, dim))
+
+    def forward(self, marks: Int[Tensor, "*b"]) -> Float[Tensor, "*b d"]:
+        index = torch.where(marks < 0, self.num_marks - 1 - marks, marks)  # -1 and -2 stand behind the marks
+        return F.embedding(index, self.table)
 
 
 class LogNormalMixture(Distribution):

@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from constmem.core.embed import GapFeatures, MarkEmbedding
 from constmem.point_processes.base import PointProcess
 from constmem.point_processes.chunks import Chunk, shifted
+from constmem.point_processes.heads import GapFeatures, MarkEmbedding
 from constmem.point_processes.states import EventState
 
 

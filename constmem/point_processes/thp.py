@@ -12,10 +12,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from constmem.core.checks import positive
-from constmem.core.embed import MarkEmbedding, sinusoids
 from constmem.core.layers import check_heads
 from constmem.point_processes.base import PointProcess
 from constmem.point_processes.chunks import Chunk, shifted
+from constmem.point_processes.heads import MarkEmbedding, sinusoids
 from constmem.point_processes.states import EventState
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from constmem import CMANP
 from constmem.core import gpu_fold as fused_fold
 from constmem.core.algebra import EMPTY
-from constmem.core.embed import MLP
 from constmem.core.fold import Chunk
+from constmem.core.layers import MLP
 from constmem.core.state import AttentionState
 from constmem.kernels import gpu, gpu_backward
 from constmem.kernels.absorption import Absorbed

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from constmem import CMAB, CMANP
 from constmem.core.algebra import EMPTY
 from constmem.core.block import CMABStack
-from constmem.core.embed import MLP
+from constmem.core.layers import MLP
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
 from constmem.kernels import native

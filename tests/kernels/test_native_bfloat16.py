@@ -11,7 +11,7 @@ from torch import Tensor
 
 from constmem import CMANP
 from constmem.core.algebra import EMPTY
-from constmem.core.embed import MLP
+from constmem.core.layers import MLP
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
 from constmem.kernels import compiled, native

@@ -7,8 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from constmem.core.embed import GapFeatures, MarkEmbedding, sinusoids
-from constmem.point_processes.heads import GapHead, LogNormalMixture, MarkHead
+from constmem.point_processes.heads import (
+    GapFeatures,
+    GapHead,
+    LogNormalMixture,
+    MarkEmbedding,
+    MarkHead,
+    sinusoids,
+)
 
 
 def mixture(
