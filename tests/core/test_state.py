@@ -741,10 +741,10 @@ def test_a_state_file_with_parts_missing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is damaged: it lacks \['count', 'lse'\]"):
         AttentionState.load(path)
     save_file({**tensors, "lse": tensors["lse"][:1].clone()}, path, header)
-    with pytest.raises(ValueError, match="is damaged: it holds a value, .* do not fit"):
+    with pytest.raises(ValueError, match="is damaged: it holds"):
         AttentionState.load(path)
     save_file({**tensors, "lse": tensors["lse"].float()}, path, header)
-    with pytest.raises(ValueError, match="is damaged: it holds a value, .* do not fit"):
+    with pytest.raises(ValueError, match="is damaged: it holds"):
         AttentionState.load(path)
 
 
