@@ -31,7 +31,7 @@ from constmem.core.names import known
 from constmem.evaluation.results import evaluate_run
 from constmem.training.loop import Run, train
 from constmem.training.recipes import EVENTS, Recipe, changed, complete, recipe
-from constmem.training.variants import PLAIN_CMHP
+from constmem.models import PLAIN_CMHP
 
 OPTIONS: dict[str, tuple[str, Any]] = {  # option -> (keyword of CMHP, its value there)
     "no_absolute_time": ("absolute_time", False),

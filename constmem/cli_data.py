@@ -51,7 +51,7 @@ def prepare(
 
     from constmem import data
     from constmem.core.names import known
-    from constmem.training.progress import counted
+    from constmem.training.log import counted
 
     with counted(f"preparing {what}") as progress:
         preparers: dict[str, Callable[..., Path]] = {

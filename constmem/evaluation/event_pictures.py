@@ -10,7 +10,7 @@ from torch import Tensor
 
 from constmem import plots
 from constmem.core import checks
-from constmem.data import EventLog, Events
+from constmem.data import DATASETS, EventLog, Events, simulated
 from constmem.evaluation.comparison import NAMES, model_name
 from constmem.evaluation.events import mark_confusion, rescaled_times
 from constmem.evaluation.results import source_of
@@ -18,7 +18,6 @@ from constmem.plots import events as plots_events
 from constmem.point_processes import PointProcess
 from constmem.training.folder import own_data, read_run
 from constmem.training.log import read_metrics
-from constmem.training.sources import SIMULATED
 
 SCORED = 20_000  # events of a test set that goodness of fit and confusion are drawn of
 TYPICAL = 60  # events: the sequence shown is the one with about as many
@@ -95,7 +94,8 @@ def _plot_one(run: TrainedOnEvents, rescaled: Tensor, out: Path) -> list[Path]:
     shown = _typical(run.events)
     told: dict[str, Any] = {"title": run.title, "names": run.names}
     made.append(plots_events.sequence_picture(run.model, shown, out / "sequence.png", **told))
-    process = SIMULATED.get(run.run["dataset"])
+    known = DATASETS.get(run.run["dataset"])
+    process = None if known is None or known.process is None else simulated(known.name)
     truth = None if process is None else lambda times: process.hazard(shown, times)
     made.append(plots_events.hazard_picture(run.model, shown, out / "hazard.png", truth=truth, **told))
     label = model_name(run.run["model"])

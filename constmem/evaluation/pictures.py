@@ -16,11 +16,11 @@ from constmem.evaluation.comparison import NAMES, model_name
 from constmem.evaluation.event_pictures import plot_event_runs
 from constmem.evaluation.points import pit_values
 from constmem.evaluation.results import source_of
+from constmem.models import of_events
 from constmem.neural_processes import NeuralProcess
 from constmem.plots import Fit
 from constmem.training.folder import TABLE, read_run
 from constmem.training.log import read_metrics
-from constmem.training.recipes import of_events
 from constmem.training.sources import Source
 
 SHARES = (0.01, 0.04, 0.08, 0.16, 0.32)  # of an image's pixels, as growing contexts

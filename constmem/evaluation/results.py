@@ -16,16 +16,17 @@ from constmem.core import checks
 from constmem.core.files import write_text
 from constmem.core.memory import Peak
 from constmem.core.model import WEIGHTS
-from constmem.data import Events
+from constmem.data import DATASETS, Events, simulated
 from constmem.evaluation.events import evaluate_events
 from constmem.evaluation.points import evaluate
+from constmem.models import of_events
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
-from constmem.training.folder import LOG, TABLE, device_name, own_data, read_run
+from constmem.training.folder import EVENTS, TABLE, device_name, own_data, read_run
 from constmem.training.log import read_metrics
-from constmem.training.progress import progress
-from constmem.training.recipes import Recipe, of_events
-from constmem.training.sources import SIMULATED, Source, open_source
+from constmem.training.log import progress
+from constmem.training.recipes import read_recipe
+from constmem.training.sources import Source, open_source
 
 # Log-likelihoods of the paper's image table (mean of 5 seeds); for Gaussian processes of its later version.
 PUBLISHED: dict[str, dict[str, dict[str, float]]] = {
@@ -63,11 +64,8 @@ def source_of(
     folder: Path, run: dict[str, Any], *, data_dir: Path | None, device: torch.device
 ) -> Source[Any]:
     """The data that a run was trained on."""
-    try:
-        recipe = Recipe(**run["recipe"])
-    except TypeError as error:
-        raise ValueError(f"{folder} was written by another version of constmem: {error}") from error
-    return open_source(run["dataset"], recipe, data_dir=data_dir, device=device, table=own_data(folder))
+    recipe = read_recipe(run["recipe"])
+    return open_source(run["dataset"], recipe, data_dir=data_dir, device=device, own=own_data(folder))
 
 
 def evaluate_runs(folders: Sequence[Path], *, data_dir: Path | None, device: str) -> list[dict[str, Any]]:
@@ -119,7 +117,7 @@ def evaluate_run(folder: Path, *, data_dir: Path | None, device: str) -> dict[st
 
 def _own(folder: Path, run: dict[str, Any]) -> dict[str, Any]:
     """Of data of one's own: what its columns are, and a digest of the numbers, to know the same data by."""
-    kept = next((folder / name for name in (LOG, TABLE) if (folder / name).is_file()), None)
+    kept = next((folder / name for name in (EVENTS, TABLE) if (folder / name).is_file()), None)
     if kept is None:
         return {}
     digest = hashlib.sha256()
@@ -153,7 +151,7 @@ def _scores(model: Any, batches: Iterable[Any]) -> dict[str, Any]:
 
 def _true_nll(dataset: str, source: Source[Any]) -> dict[str, float] | None:
     """NLL an event of the process that simulated the data: on the average no model has a lower one."""
-    if dataset not in SIMULATED:
+    if dataset not in DATASETS or DATASETS[dataset].process is None:
         return None
     known = {name: Events.cat(list(batches())).to("cpu") for name, batches in source.tests.items()}
-    return {name: -float(SIMULATED[dataset].log_prob(events).mean) for name, events in known.items()}
+    return {name: -float(simulated(dataset).log_prob(events).mean) for name, events in known.items()}

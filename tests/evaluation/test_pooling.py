@@ -24,7 +24,7 @@ from constmem.evaluation.comparison import (
     tabulate,
 )
 from constmem.evaluation.results import evaluate_run, evaluate_runs
-from constmem.training.regression import train_table
+from constmem.training import fit_table
 
 SCORES: dict[str, Any] = {
     "log_likelihood": 1.0, "log_likelihood_by_batch": 2.0, "rmse": 0.25, "crps": 0.125,
@@ -223,7 +223,7 @@ def trained(tmp_path: Path) -> Trained:
     def train(name: str, shift: float = 0.0, seed: int = 0) -> Path:
         x = torch.linspace(0, 1, 60)
         table = Table.of(x, x.square() + shift * x)
-        train_table(table, "cmanp", out=tmp_path / name, steps=2, seed=seed, change=TINY)
+        fit_table(table, "cmanp", out=tmp_path / name, steps=2, seed=seed, change=TINY)
         return tmp_path / name
 
     return train

@@ -44,7 +44,7 @@ def run_folder(folder: Path, dataset: str, model: str = "cmanp", table: Table | 
     network = build(run)
     if table is not None:
         table.save(folder / TABLE)
-        source = open_source(dataset, run.recipe, data_dir=None, device=torch.device("cpu"), table=table)
+        source = open_source(dataset, run.recipe, data_dir=None, device=torch.device("cpu"), own=table)
         source.prepare(network)
     network.save_pretrained(folder)
     (folder / "run.json").write_text(json.dumps({"run": asdict(run)}))
@@ -185,7 +185,7 @@ def test_masked_targets_are_left_out_of_the_calibration() -> None:
     x = torch.linspace(0, 9, 120)[:, None]
     table = Table.of(x, x.sin(), torch.arange(120) % 12)
     settings = changed(table_recipe("cmanp", dim_x=1, dim_y=1, rows=120, grouped=True), TINY)
-    source = open_source("x", settings, data_dir=None, device=torch.device("cpu"), table=table)
+    source = open_source("x", settings, data_dir=None, device=torch.device("cpu"), own=table)
     tasks = list(source.tests["test"]())
     model = build(Run("x", "cmanp", "improved", settings))
     assert len(pit_values(model, tasks)) == sum(int(task.num_targets.sum()) for task in tasks)

@@ -18,7 +18,7 @@ from constmem.evaluation.pictures import plot_runs
 from constmem.evaluation.results import evaluate_run
 from constmem.plots import events as plots_events
 from constmem.point_processes import CMHP
-from constmem.training.forecasting import train_events
+from constmem.training import fit_events
 from constmem.training.own_data import train_on_file
 from constmem.training.recipes import event_recipe
 
@@ -307,7 +307,7 @@ def test_a_run_on_a_file_is_trained_scored_drawn_and_needs_the_file_no_more(
 
 def test_the_model_knows_the_scale_of_time_of_the_training_part(file: Path, tmp_path: Path) -> None:
     log = EventLog.read(file, **COLUMNS, unit="hour")
-    model = train_events(log, out=tmp_path / "run", steps=4, change=TINY)
+    model = fit_events(log, out=tmp_path / "run", steps=4, change=TINY)
     training = log.parts()[0]
     gaps = training.gaps[training.scored]
     assert isinstance(model, CMHP)
@@ -315,8 +315,8 @@ def test_the_model_knows_the_scale_of_time_of_the_training_part(file: Path, tmp_
     assert model.unit == "hour"
     other = EventLog.of(log.events.select(slice(0, 10)), labels=log.labels, name="shop.csv")
     with pytest.raises(ValueError, match=r"run on other events than shop\.csv has now"):
-        train_events(other, out=tmp_path / "run", steps=4, change=TINY, resume=True)
-    train_events(log, out=tmp_path / "run", steps=4, change=TINY, resume=True)
+        fit_events(other, out=tmp_path / "run", steps=4, change=TINY, resume=True)
+    fit_events(log, out=tmp_path / "run", steps=4, change=TINY, resume=True)
 
 
 def test_the_command_takes_a_file(file: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from constmem.core.checks import first_not_finite
 from constmem.neural_processes import CNP, EQTNP
 from constmem.training import checkpoint, sources
 from constmem.training import loop as train
-from constmem.training.keeping import Losses
+from constmem.training.log import Losses
 from constmem.training.log import Log, read_metrics
 from constmem.training.loop import Run, StoppedError
 from constmem.training.recipes import changed, recipe

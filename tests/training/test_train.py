@@ -21,9 +21,8 @@ from constmem.training import checkpoint, recipes, sources
 from constmem.training import loop as train
 from constmem.training.loop import Run, StoppedError
 from constmem.training.muon import Muon
-from constmem.training.progress import progress
+from constmem.training.log import progress
 from constmem.training.recipes import changed, recipe
-from constmem.training.variants import VARIANTS
 
 SMALL = ["steps=12", "batch=4", "warmup=3", "num_targets=8", "model.dim=8", "model.depth=1",
          "model.num_slots=4", "model.num_latents=4", "model.hidden=8", "model.num_heads=2"]  # fmt: skip
