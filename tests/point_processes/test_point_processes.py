@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from constmem.data import Events
-from constmem.point_processes import MODELS, PointProcess, prediction
+from constmem.point_processes import MODELS, PointProcess
+from constmem.point_processes import model as prediction
 from tests.laws.processes import KINDS, MARKS, small, stream
 
 Refuses = Callable[..., Any]
