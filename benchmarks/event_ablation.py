@@ -3,9 +3,10 @@
     python benchmarks/event_ablation.py taxi --device cuda --jobs 4 --seeds 0 1 2
     python benchmarks/event_ablation.py taxi --only faithful all gru gru-gap --steps 500
 
-The variants are the paper's CMHP, that with each option, all options, and all but each; THP and GRU with and
-without the mark head that sees the gap stand beside them. All are trained by one recipe. Rows are written to
-results/ablation-DATASET.json after every run, by validation NLL with the test's beside; what is there already
+The variants are the paper's CMHP (with 8 slots and 4 latents as by default, not 128: options alone differ),
+that with each option, all options, and all but each; THP and GRU with and without the mark head that sees
+the gap stand beside them. All are trained by one recipe. Rows are written to results/ablation-DATASET.json
+after every run, by validation NLL with the test's beside; what is there already
 is not done again, and a run that was stopped goes on from its checkpoint. event_ablation_picture.py draws
 the rows.
 """

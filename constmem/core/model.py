@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import json
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ class Model(nn.Module, ABC):
     """The settings and weights of a model; a folder holds them as `config.json` and `model.safetensors`."""
 
     name: ClassVar[str]
+    older: ClassVar[Mapping[str, Any]] = {}  # settings that earlier versions did not write, as they were then
 
     def __init__(self, *, config: dict[str, Any]) -> None:
         super().__init__()
@@ -102,8 +104,16 @@ class Model(nn.Module, ABC):
         path = Path(folder) / CONFIG
         name, config = _read_config(path)
         kind = cls._named(name, folder)
+        older = {key: value for key, value in kind.older.items() if key not in config}
+        if older:
+            told = ", ".join(f"{key}={value}" for key, value in older.items())
+            warnings.warn(
+                f"{path} was written by an earlier version, whose {kind.__name__} was not the published "
+                f"one: it is loaded as it was trained, with {told}; train again for the published model",
+                stacklevel=2,
+            )
         try:
-            model = kind(**config)
+            model = kind(**older | config)
         except TypeError as error:
             raise ValueError(f"{path} has settings that {kind.__name__} does not know: {error}") from error
         tensors, _ = read_tensors(Path(folder) / WEIGHTS, kind=KIND, version=VERSION)
