@@ -38,10 +38,6 @@ class PointProcess(EventModel, Generic[S]):
     # What a model implements
 
     @abstractmethod
-    def _blank(self, batch: int) -> dict[str, Tensor]:
-        """The memory of having seen nothing."""
-
-    @abstractmethod
     def _observe(self, state: S, chunk: Chunk) -> dict[str, Tensor]:
         """The memory after some more events."""
 

@@ -1,6 +1,6 @@
 """What the constant memory is compared with: no memory, a recurrent network, a transformer."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +13,7 @@ from constmem.core.layers import check_heads
 from constmem.point_processes.base import PointProcess, Transition
 from constmem.point_processes.chunks import Chunk, shifted
 from constmem.point_processes.heads import GapFeatures, MarkEmbedding, sinusoids
-from constmem.point_processes.states import EventMonoid, EventState
+from constmem.point_processes.states import EventMonoid, EventState, StoredEvents
 
 
 class Trivial(PointProcess[EventMonoid]):
@@ -27,7 +27,7 @@ class Trivial(PointProcess[EventMonoid]):
         dim, hidden: of the vector that the heads see, the same for all events.
         mark_given_gap: the mark depends on the gap.
         dropout: of what is known, before the heads, while training.
-        unit: of the times it is trained on; `standardise` sets it.
+        unit: of the times it is trained on; `set_scales` sets it.
     """
 
     name: ClassVar[str] = "trivial"
@@ -82,7 +82,7 @@ class GRU(Transition):
         components: log-normals of the mixture.
         mark_given_gap: the mark is predicted from the gap too.
         dropout: of what is known, before the heads, while training.
-        unit: of the times it is trained on; `standardise` sets it.
+        unit: of the times it is trained on; `set_scales` sets it.
     """
 
     name: ClassVar[str] = "gru"
@@ -132,49 +132,6 @@ class GRU(Transition):
         return shifted(before, after), {"known": chunk.last_of(after, before)}
 
 
-@dataclass(frozen=True, eq=False)
-class StoredEvents(EventMonoid):
-    """A state that keeps every event, with its keys and values in all layers: it grows with the stream.
-
-    Merging concatenates the events. Keys and values of the later part were computed without the earlier one:
-    they are computed anew when the merged state is first used.
-    """
-
-    NEEDED: ClassVar[dict[str, int]] = {"cache": 5, "mask": 2, "known": 2}
-    MORE: ClassVar[dict[str, int]] = {"times": 2, "marks": 2}  # which files of version 0.1 do not hold
-
-    @property
-    def cached(self) -> int:
-        """How many columns of events have their keys and values."""
-        return self.memory["cache"].shape[1]
-
-    def _merged(self, later: "StoredEvents") -> dict[str, Tensor]:
-        mine, theirs = self.memory, later.memory
-        if "times" not in mine or "times" not in theirs:
-            raise ValueError(
-                "cannot merge states of which one was saved by an earlier version, without its events: "
-                "condition again on the events themselves"
-            )
-        first = torch.where(theirs["mask"], theirs["times"], torch.inf).amin(1) if later.cached else None
-        if first is not None and bool((first < self.last_time).any()):
-            k = int((first < self.last_time).nonzero()[0])
-            raise ValueError(
-                f"stream {k} of the later part begins at {first[k].item()}, before the last event of the "
-                f"earlier one, at {self.last_time[k].item()}: merge in order of time, earlier.merge(later)"
-            )
-        if not mine["mask"].shape[1]:
-            return theirs
-        done = self.cached
-        columns = {
-            name: torch.cat([mine[name][:, done:], theirs[name]], 1) for name in ("times", "marks", "mask")
-        }
-        order = (~columns["mask"]).long().argsort(dim=1, stable=True)  # real events first
-        packed = {
-            name: torch.cat([mine[name][:, :done], t.gather(1, order)], 1) for name, t in columns.items()
-        }
-        return mine | packed
-
-
 class THP(PointProcess[StoredEvents]):
     """Transformer Hawkes Process: a causal transformer on marks and times, of all events so far.
 
@@ -190,7 +147,7 @@ class THP(PointProcess[StoredEvents]):
         components: log-normals of the mixture.
         dropout: after attention and feed-forward layers and before the heads, while training.
         mark_given_gap: the mark is predicted from the gap too.
-        unit: of the times it is trained on; `standardise` sets it.
+        unit: of the times it is trained on; `set_scales` sets it.
     """
 
     name: ClassVar[str] = "thp"

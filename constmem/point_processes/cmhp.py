@@ -50,7 +50,7 @@ class CMHP(PointProcess[ConstantState]):
         recency, mass, relative_time: see the module.
         mark_given_gap: the mark is predicted from the gap too.
         dropout: of what is known, before the heads, while training.
-        unit: of the times it is trained on; `standardise` sets it.
+        unit: of the times it is trained on; `set_scales` sets it.
 
     Example:
         >>> from constmem.point_processes.events import Events

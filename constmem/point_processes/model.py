@@ -1,8 +1,9 @@
 """What any point process is before it sees events: heads, the scale of time, and what it predicts by them."""
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -169,6 +170,10 @@ class EventModel(Model):
         self.register_buffer("tick", torch.tensor(1e-6))
         self._looked = False  # whether gaps were compared with those expected
 
+    @abstractmethod
+    def _blank(self, batch: int) -> dict[str, Tensor]:
+        """The memory of having seen nothing."""
+
     @classmethod
     def family(cls) -> Mapping[str, type[Model]]:
         from constmem.point_processes import MODELS  # which is made of this class
@@ -185,7 +190,7 @@ class EventModel(Model):
         """How it counts time."""
         return Scale(self.log_gap_mean, self.log_gap_std, self.tick)
 
-    def standardise(self, events: Events) -> None:
+    def set_scales(self, events: Events) -> None:
         """Take the scale of time from training data: mean and deviation of log gaps, tick and unit.
 
         It changes how fast a model learns, and in what units it starts, but not what it can say.
@@ -193,7 +198,7 @@ class EventModel(Model):
         gaps = events.gaps[events.scored]
         gaps = gaps[gaps > 0]
         if gaps.numel() < 2:
-            raise ValueError("standardise needs at least two positive gaps between events: give more data")
+            raise ValueError("set_scales needs at least two positive gaps between events: give more data")
         self.log_gap_mean.fill_(gaps.log().mean())
         self.log_gap_std.fill_(gaps.log().std().clamp_min(1e-3))
         self.tick.fill_(gaps.min())
@@ -263,7 +268,7 @@ class EventModel(Model):
         if bool((typical - self.log_gap_mean).abs() > FAR * self.log_gap_std):
             warnings.warn(
                 f"gaps here are typically {float(typical.exp()):.3g}, but this model expects "
-                f"{exp(float(self.log_gap_mean)):.3g}: before training, standardise(events) takes the scale "
+                f"{exp(float(self.log_gap_mean)):.3g}: before training, set_scales(events) takes the scale "
                 "from the data; of a trained model check the unit of times",
                 stacklevel=4,
             )
@@ -280,3 +285,9 @@ class EventModel(Model):
                 f"{type(state).__name__}: condition this model, or load by its state_type"
             )
         self._require_made_here(state)
+        if state.fingerprint is None:  # which would say more than a shape
+            own = replace(state, memory=self._blank(0)).layout
+            if state.layout != own:
+                raise ValueError(
+                    f"this state is of another model: {state.AXES} is {state.layout} there, {own} here"
+                )

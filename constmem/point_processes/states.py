@@ -1,7 +1,5 @@
 """What event models remember: a clock (start, last event) and a memory, which merges where it can."""
 
-import os
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -10,11 +8,12 @@ from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from constmem.core import checks
-from constmem.core.files import read_tensors, write_tensors
+from constmem.core.monoid import Monoid, State
 from constmem.core.state import AttentionState
 from constmem.point_processes.chunks import Chunk
 from constmem.point_processes.heads import MarkEmbedding
 
+_MEMORY = "memory."  # before the names of what a memory holds, in files
 CLOCK = {"start": torch.float64, "last_time": torch.float64, "last_gap": torch.float64}
 CLOCK |= {"last_mark": torch.int64, "count": torch.int64}
 RECENT = ("recent_times", "recent_gaps", "recent_marks")  # of the events before the last, oldest first
@@ -24,7 +23,7 @@ M = TypeVar("M", bound="EventMonoid")
 
 
 @dataclass(frozen=True, eq=False)
-class EventState:
+class EventState(State):
     """All that a model remembers of a batch of event streams; immutable.
 
     Attributes:
@@ -37,7 +36,8 @@ class EventState:
     """
 
     KIND: ClassVar[str] = "constmem.events"
-    VERSION: ClassVar[int] = 1
+    AXES: ClassVar[str] = "(features,)"
+    LEAD: ClassVar[str] = "start"
     NEEDED: ClassVar[dict[str, int]] = {"known": 2}  # the axes of what is in every memory, by name
     MORE: ClassVar[dict[str, int]] = {}  # of what some memories hold too, all of it or nothing
 
@@ -69,101 +69,50 @@ class EventState:
         )
 
     @property
-    def batch(self) -> int:
-        """How many streams it is the state of."""
-        return len(self.start)
-
-    @property
-    def device(self) -> torch.device:
-        """Where its tensors are."""
-        return self.start.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes remembered."""
-        return sum(t.nbytes for t in self.tensors().values())
-
-    def to(self: S, device: torch.device | str) -> S:
-        """The same state elsewhere."""
-        return self._mapped(lambda t: t.to(device))
-
-    def detach(self: S) -> S:
-        """The same state cut off from the graph that computed it."""
-        return self._mapped(Tensor.detach)
+    def layout(self) -> tuple[int, ...]:
+        """The width of what is known."""
+        return self.memory["known"].shape[1:]
 
     def repeat(self: S, times: int) -> S:
         """Every stream `times` times, side by side: several futures of each can be sampled at once."""
         return self._mapped(lambda t: t.repeat_interleave(times, 0))
 
-    def select(self: S, index: Tensor | slice) -> S:
-        """The states of some of the streams."""
-        return self._mapped(lambda t: t[index])
-
-    def signed(self: S, fingerprint: str) -> S:
-        """The same state with the name of the weights that made it."""
-        return replace(self, fingerprint=fingerprint)
-
     def tensors(self) -> dict[str, Tensor]:
         """All it is made of, by name."""
         clock = {name: getattr(self, name) for name in CLOCK}
-        return clock | {f"memory.{name}": t for name, t in self.memory.items()}
+        return clock | {_MEMORY + name: t for name, t in self.memory.items()}
 
     @classmethod
-    def of_tensors(cls: type[S], tensors: Mapping[str, Tensor], fingerprint: str | None = None) -> S:
-        """The state made of these, if they can be one."""
-        clock = {name: tensors[name] for name in CLOCK if name in tensors}
-        if missing := CLOCK.keys() - clock.keys():
-            raise ValueError(f"lacks {sorted(missing)}")
-        memory = {name.removeprefix("memory."): t for name, t in tensors.items() if name not in clock}
-        if unknown := [name for name in tensors if name not in clock and not name.startswith("memory.")]:
-            raise ValueError(f"holds {sorted(unknown)}, which no state has")
-        b = clock["start"].shape[:1]
-        axes = cls.NEEDED | (cls.MORE if cls.MORE.keys() & memory.keys() else {})
-        if axes.keys() != memory.keys():
-            raise ValueError(f"holds a memory of {sorted(memory)} where {sorted(axes)} is needed")
-        for name, t in memory.items():
-            if t.shape[:1] != b or t.ndim != axes[name]:
-                raise ValueError(f"holds a {name} of shape {tuple(t.shape)} beside a batch of {tuple(b)}")
-        for name, t in clock.items():
-            if t.shape != b or not b or t.dtype != CLOCK[name]:
-                raise ValueError(f"holds a {name} of shape {tuple(t.shape)}, {t.dtype}")
-        if bad := checks.first_not_finite(tensors):
-            raise ValueError(f"holds numbers that are not finite, in {bad}")
-        if bool((clock["count"] < 0).any()) or bool((clock["last_mark"] < MarkEmbedding.NOTHING).any()):
-            raise ValueError("holds a count or a mark that cannot be")
-        return cls(**clock, memory=memory, fingerprint=fingerprint)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state, atomically, as a safetensors file with a versioned header."""
-        header = {"format": self.KIND, "version": str(self.VERSION), "fingerprint": self.fingerprint or ""}
-        write_tensors(path, self.tensors(), header)
+    def _made(cls: type[S], tensors: dict[str, Tensor], fingerprint: str | None) -> S:
+        memory = {name.removeprefix(_MEMORY): t for name, t in tensors.items() if name not in CLOCK}
+        return cls(**{name: tensors[name] for name in CLOCK}, memory=memory, fingerprint=fingerprint)
 
     @classmethod
-    def load(cls: type[S], path: str | os.PathLike[str], device: torch.device | str | None = None) -> S:
-        """Read a state that `save` wrote."""
-        tensors, header = read_tensors(path, kind=cls.KIND, version=cls.VERSION)
-        try:
-            state = cls.of_tensors(tensors, header["fingerprint"] or None)
-        except ValueError as error:
-            raise ValueError(
-                f"{path} is damaged or of another model than a {cls.__name__}: it {error}; "
-                "load it by the state_type of its own model, or save the state again"
-            ) from error
-        return state if device is None else state.to(device)
-
-    def _mapped(self: S, function: Callable[[Tensor], Tensor]) -> S:
-        clock: dict[str, Any] = {name: function(getattr(self, name)) for name in CLOCK}
-        return replace(self, **clock, memory={name: function(t) for name, t in self.memory.items()})
+    def _require(cls, tensors: dict[str, Tensor]) -> None:
+        more = cls.MORE if any(_MEMORY + name in tensors for name in cls.MORE) else {}
+        axes = {_MEMORY + name: axes for name, axes in (cls.NEEDED | more).items()}
+        checks.named(tensors, axes.keys() | CLOCK.keys())
+        for name, t in tensors.items():
+            if t.ndim != axes.get(name, 1) or t.dtype != CLOCK.get(name, t.dtype):
+                raise ValueError(f"holds a {name} that does not fit: {tuple(t.shape)} {t.dtype}")
+        if bool((tensors["last_mark"] < MarkEmbedding.NOTHING).any()):
+            raise ValueError("holds a last_mark below -2")
 
 
 @dataclass(frozen=True, eq=False)
-class EventMonoid(EventState):
+class EventMonoid(EventState, Monoid):
     """A state that merges with those of later parts of its streams; this one has no memory but the clock.
 
     All parts count time from one start: see `PointProcess.observe`.
     """
 
+    AXES: ClassVar[str] = "()"
     NEEDED: ClassVar[dict[str, int]] = {}
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """Nothing: all such states are alike."""
+        return ()
 
     def merge(self: M, later: M) -> M:
         """The state of both parts of the streams; associative, with `PointProcess.empty` its identity."""
@@ -187,10 +136,10 @@ class EventMonoid(EventState):
 
     def _require_parts(self, other: "EventState", verb: str) -> None:
         checks.state(verb, self, other)
-        if self.batch != other.batch:
+        if self.batch != other.batch or self.layout != other.layout:
             raise ValueError(
-                f"cannot {verb} states of {self.batch} and {other.batch} streams: take those of the "
-                "same streams, in the same order (select takes some of them)"
+                f"cannot {verb} states of {self.batch} and {other.batch} streams, whose {self.AXES} is "
+                f"{self.layout} and {other.layout}: take those of one model and of the same streams, in order"
             )
         checks.alike(verb, self.start, other.start, (self.fingerprint, other.fingerprint))
         if not torch.equal(self.start, other.start):
@@ -207,8 +156,23 @@ class ConstantState(EventMonoid):
     Parts of a stream merge in any order, and an earlier part can be removed.
     """
 
+    AXES: ClassVar[str] = "(depth, heads, slots, channels, last events)"
     NEEDED: ClassVar[dict[str, int]] = {"value": 5, "lse": 4}
     MORE: ClassVar[dict[str, int]] = dict.fromkeys(RECENT, 2)
+
+    @classmethod
+    def _require(cls, tensors: dict[str, Tensor]) -> None:
+        super()._require(tensors)
+        value, lse = (tensors[_MEMORY + name] for name in ("value", "lse"))
+        recent = {tensors[_MEMORY + name].shape for name in RECENT if _MEMORY + name in tensors}
+        if value.shape[:-1] != lse.shape or value.dtype != lse.dtype or len(recent) > 1:
+            raise ValueError("holds a value and an lse, or last events, that do not fit each other")
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """The shape of the attention's value but for the batch, and how many events are remembered."""
+        recent = self.memory[RECENT[0]].shape[1] if RECENT[0] in self.memory else 0
+        return *self.memory["value"].shape[1:], recent + 1
 
     @property
     def attention(self) -> AttentionState:
@@ -261,6 +225,55 @@ class ConstantState(EventMonoid):
             gone = (same[0] & same[1] & same[2]).any(-1)  # whoever removes them remembers them too
             memory |= _recent(*_latest(_without(self._remembered, gone)))
         return replace(self, count=left.count, memory=memory)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredEvents(EventMonoid):
+    """A state that keeps every event, with its keys and values in all layers: it grows with the stream.
+
+    Merging concatenates the events. Keys and values of the later part were computed without the earlier one:
+    they are computed anew when the merged state is first used.
+    """
+
+    AXES: ClassVar[str] = "(layers, 2, width)"
+    NEEDED: ClassVar[dict[str, int]] = {"cache": 5, "mask": 2, "known": 2}
+    MORE: ClassVar[dict[str, int]] = {"times": 2, "marks": 2}  # which files of version 0.1 do not hold
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """The shape of an event's keys and values."""
+        return self.memory["cache"].shape[2:]
+
+    @property
+    def cached(self) -> int:
+        """How many columns of events have their keys and values."""
+        return self.memory["cache"].shape[1]
+
+    def _merged(self, later: "StoredEvents") -> dict[str, Tensor]:
+        mine, theirs = self.memory, later.memory
+        if "times" not in mine or "times" not in theirs:
+            raise ValueError(
+                "cannot merge states of which one was saved by an earlier version, without its events: "
+                "condition again on the events themselves"
+            )
+        first = torch.where(theirs["mask"], theirs["times"], torch.inf).amin(1) if later.cached else None
+        if first is not None and bool((first < self.last_time).any()):
+            k = int((first < self.last_time).nonzero()[0])
+            raise ValueError(
+                f"stream {k} of the later part begins at {first[k].item()}, before the last event of the "
+                f"earlier one, at {self.last_time[k].item()}: merge in order of time, earlier.merge(later)"
+            )
+        if not mine["mask"].shape[1]:
+            return theirs
+        done = self.cached
+        columns = {
+            name: torch.cat([mine[name][:, done:], theirs[name]], 1) for name in ("times", "marks", "mask")
+        }
+        order = (~columns["mask"]).long().argsort(dim=1, stable=True)  # real events first
+        packed = {
+            name: torch.cat([mine[name][:, :done], t.gather(1, order)], 1) for name, t in columns.items()
+        }
+        return mine | packed
 
 
 def _recent(*last: Tensor) -> dict[str, Tensor]:

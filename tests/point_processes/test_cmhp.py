@@ -182,7 +182,7 @@ def test_states_of_other_clocks_are_not_merged() -> None:
         one.merge(other)
     with pytest.raises(TypeError, match="cannot merge"):
         one.merge(small("gru").condition(stream(5)))
-    with pytest.raises(ValueError, match="cannot merge states of 1 and 2 streams"):
+    with pytest.raises(ValueError, match="1 and 2 streams"):
         one.merge(one.repeat(2))
 
 
@@ -326,7 +326,7 @@ def test_states_that_remember_other_numbers_of_events_are_not_merged() -> None:
     four, two = (
         small("cmhp", last_events=k).train().empty(torch.zeros(1, dtype=torch.float64)) for k in (4, 2)
     )
-    with pytest.raises(ValueError, match="4 and 2 last events"):
+    with pytest.raises(ValueError, match="cannot merge"):
         four.merge(two)
 
 
