@@ -15,8 +15,8 @@ import event_tables
 import gpu_tables
 
 from constmem.core.files import write_text
+from constmem.data.catalogue import EVENTS
 from constmem.evaluation.comparison import NAMES, compare, markdown, model_name
-from constmem.training.recipes import EVENTS
 
 ROOT = Path(__file__).parents[1]
 MB = 1e6

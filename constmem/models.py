@@ -41,7 +41,7 @@ PLAIN_CMHP: dict[str, Any] = {  # the options as in the paper, which has none of
 }  # fmt: skip
 PAPER_CMHP = PLAIN_CMHP | {"num_slots": 128, "num_latents": 128}
 _GAP = {"gap": {"mark_given_gap": True}}  # the mark is predicted from the gap too
-_CMANP = {
+_CMANP: dict[str, dict[str, Any]] = {
     "tiny": {  # learns to look at its context, which takes a thousand steps, in a minute or two
         "dim": 32, "depth": 2, "num_slots": 16, "num_latents": 16, "hidden": 64, "num_heads": 2,
         "embed_depth": 3, "residual": "raw",

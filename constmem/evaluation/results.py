@@ -23,8 +23,7 @@ from constmem.models import of_events
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
 from constmem.training.folder import EVENTS, TABLE, device_name, own_data, read_run
-from constmem.training.log import read_metrics
-from constmem.training.log import progress
+from constmem.training.log import progress, read_metrics
 from constmem.training.recipes import read_recipe
 from constmem.training.sources import Source, open_source
 

@@ -4,14 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from constmem.data import EventLog, Table
+from constmem.data import DATASETS, EventLog, Table
 from constmem.models import of_events
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
 from constmem.training.loop import LOG_EVERY, Run, train
 from constmem.training.recipes import changed, event_recipe, table_recipe
+from constmem.training.recipes import recipe as settings_by_name
 
-__all__ = ["fit_events", "fit_file", "fit_table"]
+__all__ = ["fit_dataset", "fit_events", "fit_file", "fit_table"]
 Options = dict[str, str | None]  # of the command line, by their names there
 
 
@@ -83,6 +84,33 @@ def fit_events(
     run = Run(log.name, model, "own data", recipe, seed, columns or {"file": None})
     folder = train(run, out=Path(out), own=log, device=device, resume=resume, compiled=compiled)
     return PointProcess.from_pretrained(folder, device=device)
+
+
+def fit_dataset(
+    dataset: str,
+    model: str,
+    *,
+    recipe: str = "improved",
+    out: str | Path,
+    data_dir: Path | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    resume: bool = False,
+    compiled: bool = True,
+    change: Sequence[str] = (),
+) -> Path:
+    """Train a model on a data set of the registry into the folder `out`, which is returned.
+
+    Args:
+        recipe: "improved" (ours) or "faithful" (the paper's).
+        data_dir: the folder of prepared data sets.
+        out, steps, seed, device, resume, compiled, change: as of `fit_table`.
+    """
+    settings = settings_by_name(dataset, model, recipe)
+    settings = changed(settings, change, steps=steps, kind=DATASETS[dataset].kind)
+    run = Run(dataset, model, recipe, settings, seed)
+    return train(run, out=Path(out), data_dir=data_dir, device=device, resume=resume, compiled=compiled)
 
 
 def fit_file(path: Path, model: str, rows: Options, events: Options, **how: Any) -> None:

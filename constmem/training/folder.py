@@ -234,7 +234,9 @@ class Keeper:
         if content["generator"].shape == self.generator.get_state().shape:
             self.generator.set_state(content["generator"])
         else:
-            _log.warning("the checkpoint's random numbers are another device's: the run goes on with new ones")
+            _log.warning(
+                "the checkpoint's random numbers are another device's: the run goes on with new ones"
+            )
             self.generator.manual_seed(self.generator.initial_seed() + self.step)
         return self.step
 

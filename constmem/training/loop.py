@@ -30,6 +30,7 @@ from constmem.training.recipes import SAID_BY_DATA, EventRecipe, PointRecipe, Re
 from constmem.training.sources import Source, open_source
 
 LOG_EVERY = 50
+SMALL = 200_000  # parameters of a model that one thread trains as fast as two
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,8 @@ def train(
         if run.recipe.start and not goes_on:
             _begin_with(model, run.recipe.start)
         optimiser = _optimiser(model, run.recipe, where)
-        ragged = isinstance(run.recipe, EventRecipe)  # its lengths and seeds are needed here: no GPU is waited for
-        generator = torch.Generator("cpu" if ragged else where).manual_seed(run.seed)
+        events = isinstance(run.recipe, EventRecipe)  # whose lengths and seeds are needed on the CPU
+        generator = torch.Generator("cpu" if events else where).manual_seed(run.seed)
         step_of = _stepper(run.recipe, model, optimiser, source, generator, compiled=compiled)
         every = validate_every or run.recipe.validate_every
         last = min(run.recipe.steps, stop_after or run.recipe.steps)
@@ -115,6 +116,7 @@ def train(
         begun = keeper.load() if goes_on else 0
         log = stack.enter_context(contextlib.closing(Log(out, begun, source.statement)))
         stack.enter_context(_arithmetic(run.recipe.precision, where))
+        stack.enter_context(_threads(model, where))
         report = stack.enter_context(progress(f"{run.dataset}/{run.model}", run.recipe.steps))
         interrupted = stack.enter_context(_interruptible())
         done, losses, saved = begun, Losses(LOG_EVERY), time.monotonic()
@@ -217,7 +219,7 @@ def _stepper(
     if on_gpu and not events:
         step = capture.once(step, generator)
     elif on_gpu and compiled and isinstance(recipe, EventRecipe) and recipe.reads >= 1.0:
-        graphs = capture.ByShape(taken, lambda generator: model._seeds(1, generator), model.at_once)
+        graphs = capture.ByShape(taken, lambda generator: model.seeds(1, generator), model.at_once)
         step = lambda: graphs(source.sample(generator), generator)  # noqa: E731
 
     def at_rate(rate: float) -> Tensor:
@@ -246,6 +248,21 @@ def _arithmetic(precision: str, where: torch.device) -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@contextlib.contextmanager
+def _threads(model: Model, where: torch.device) -> Iterator[None]:
+    """One thread for a small model on a CPU: to share its work costs more than it saves.
+
+    On a quiet machine two threads are hardly faster, on a busy one ten times slower.
+    """
+    before = torch.get_num_threads()
+    if where.type == "cpu" and sum(p.numel() for p in model.parameters()) < SMALL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

@@ -112,7 +112,12 @@ def _prepared_events(
 
 
 def _events(
-    training: Events, validation: Events, test: Events, recipe: EventRecipe, device: torch.device, statement: str
+    training: Events,
+    validation: Events,
+    test: Events,
+    recipe: EventRecipe,
+    device: torch.device,
+    statement: str,
 ) -> Source[Events]:
     lengths = training.lengths
     training, validation, test = (events.to(device) for events in (training, validation, test))
@@ -185,7 +190,7 @@ def _event_source(
         return loss_of(events, reads=recipe.reads, generator=generator)
 
     def prepare(model: PointProcess) -> None:
-        model.standardise(training)
+        model.set_scales(training)
 
     return Source(sample, validation, tests, statement, loss, _events_score, prepare)
 

@@ -17,9 +17,9 @@ import torch
 from constmem import CMANP, NeuralProcess, Scales, Stream
 from constmem.data import Table, TableTasks
 from constmem.evaluation.results import evaluate_run
-from constmem.training.loop import Run, _validate, train
-from constmem.training.recipes import Recipe, changed, table_recipe
 from constmem.training import fit_table
+from constmem.training.loop import Run, _validate, train
+from constmem.training.recipes import PointRecipe, changed, table_recipe
 from constmem.training.sources import open_source
 
 ROOT = Path(__file__).parents[2]
@@ -297,7 +297,7 @@ def test_the_best_validated_weights_are_kept(tmp_path: Path) -> None:
     assert len(found) == 4
     assert found[-1] < max(found)
     options = json.loads((tmp_path / "run.json").read_text())["run"]["recipe"]
-    source = open_source("x", Recipe(**options), data_dir=None, device=CPU, own=noise)
+    source = open_source("x", PointRecipe(**options), data_dir=None, device=CPU, own=noise)
     assert _validate(model, source) == pytest.approx(max(found), abs=1e-6)
 
 

@@ -18,8 +18,7 @@ from constmem.evaluation.pictures import plot_runs
 from constmem.evaluation.results import evaluate_run
 from constmem.plots import events as plots_events
 from constmem.point_processes import CMHP
-from constmem.training import fit_events
-from constmem.training.own_data import train_on_file
+from constmem.training import fit_events, fit_file
 from constmem.training.recipes import event_recipe
 
 SIZES = {"dim": 8, "depth": 1, "num_slots": 3, "num_latents": 2, "hidden": 8, "num_heads": 2, "components": 2}
@@ -284,7 +283,7 @@ def test_a_run_on_a_file_is_trained_scored_drawn_and_needs_the_file_no_more(
 ) -> None:
     events = {"--user": "customer", "--mark": "what", "--time": "when", "--end": "80", "--unit": None}
     rows_of = dict.fromkeys(("--x", "--y", "--group"))
-    train_on_file(file, "cmhp", rows_of, events, {"out": tmp_path / "run", "steps": 8, "change": TINY})
+    fit_file(file, "cmhp", rows_of, events, out=tmp_path / "run", steps=8, change=TINY)
     file.unlink()
     row = evaluate_run(tmp_path / "run", data_dir=None, device="cpu")
     assert (row["dataset"], row["recipe"]) == ("shop.csv", "own data")
@@ -339,13 +338,13 @@ def test_options_and_models_that_do_not_fit_are_told_before_a_file_is_read(tmp_p
     none: dict[str, str | None] = dict.fromkeys(("--x", "--y", "--group"))
     path = tmp_path / "log.parquet"
     with pytest.raises(ValueError, match="--x are for models of points, but 'cmhp' is one of events"):
-        train_on_file(path, "cmhp", none | {"--x": "a"}, {}, {})
+        fit_file(path, "cmhp", none | {"--x": "a"}, {})
     with pytest.raises(ValueError, match="--user, --split are for models of events, but 'cnp'"):
-        train_on_file(path, "cnp", none, {"--user": "a", "--mark": None, "--split": "time"}, {})
+        fit_file(path, "cnp", none, {"--user": "a", "--mark": None, "--split": "time"})
     with pytest.raises(ValueError, match="'cnp' is a model of points, which are read from CSV files"):
-        train_on_file(path, "cnp", none, {}, {})
+        fit_file(path, "cnp", none, {})
     with pytest.raises(ValueError, match="no model 'cmph': did you mean 'cmhp'"):
-        train_on_file(path, "cmph", none, {}, {})
+        fit_file(path, "cmph", none, {})
     with pytest.raises(ValueError, match="'cnp' is no model of events"):
         event_recipe("cnp", num_marks=3)
 
