@@ -5,7 +5,9 @@ from typing import Any
 
 import record
 
-from constmem.evaluation.comparison import NAMES, Figure, compare, model_name
+from constmem.data.catalogue import title_of
+from constmem.evaluation.entries import compare
+from constmem.evaluation.rows import Figure, model_name, typed_rows
 
 REAL = ("taxi", "mooc", "reddit", "wiki", "taobao")
 MB = 1e6
@@ -19,8 +21,12 @@ def content(name: str) -> dict[str, Any]:
 
 def summary() -> str:
     """NLL and accuracy of every model on every data set that was not simulated."""
-    found = {(entry.model, dataset): entry for dataset in REAL for entry in compare(content(dataset)["rows"])}
-    lines = [f"| NLL, accuracy | {' | '.join(NAMES[dataset] for dataset in REAL)} |"]
+    found = {
+        (entry.model, dataset): entry
+        for dataset in REAL
+        for entry in compare(typed_rows(content(dataset)["rows"], dataset))
+    }
+    lines = [f"| NLL, accuracy | {' | '.join(title_of(dataset) for dataset in REAL)} |"]
     lines.append("|---" * (1 + len(REAL)) + "|")
     for _, model in sorted({(entry.place[3:5], model) for (model, _), entry in found.items()}):
         cells = (_both(found[model, name].scores["test"]) if (model, name) in found else "" for name in REAL)
@@ -38,7 +44,7 @@ def ablation(dataset: str) -> str:
     if not found["rows"]:
         return ""
     lines = [
-        f"### {NAMES.get(dataset, dataset)}, one option at a time",
+        f"### {title_of(dataset)}, one option at a time",
         "",
         "| variant | NLL, validation | NLL, test | time | mark | accuracy | given the gap | parameters | "
         "steps x batch | device | seeds |",
