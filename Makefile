@@ -27,7 +27,7 @@ bench: $(VENV)/.dev  ## measure again what a CPU can in minutes: nothing of a GP
 	$(BIN)/python benchmarks/numerics.py
 	$(BIN)/python benchmarks/rounding.py
 	$(BIN)/python benchmarks/diabetes.py
-	$(BIN)/constmem bench --out benchmarks/results/bench.json
+	$(BIN)/python benchmarks/bench.py --out benchmarks/results/bench.json
 
 $(VENV)/.pip: constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from record import save
+from record import provenance, save
 
-from constmem.bench.record import provenance
 from constmem.data import Table
 from constmem.evaluation.results import evaluate_run
 from constmem.training.regression import train_table

@@ -43,10 +43,18 @@ def block(path: Path) -> Path:
         axis.text(x, 31.5, of, ha="center", fontsize=7.5, color="#444444")
     for start, stop in (
         ((11.5, 14), (16, 14)), ((23, 26), (23, 18)), ((30, 14), (36, 14)), ((50, 14), (56.5, 14)),
-        ((68, 14), (71.5, 14)), ((77.25, 26), (77.25, 18)), ((83, 14), (86.5, 14)), ((92.25, 10), (92.25, 5.2)),
+        ((68, 14), (71.5, 14)), ((77.25, 26), (77.25, 18)), ((83, 14), (86.5, 14)),
+        ((92.25, 10), (92.25, 5.2)),
     ):  # fmt: skip
         _arrow(axis, start, stop)
-    axis.text(92.25, 4.4, "latents for the next block,\nand for targets to query", ha="center", va="top", fontsize=7.5)
+    axis.text(
+        92.25,
+        4.4,
+        "latents for the next block,\nand for targets to query",
+        ha="center",
+        va="top",
+        fontsize=7.5,
+    )
     axis.axvline(53.25, ymin=0.02, ymax=0.92, color=GREY, linestyle=(0, (4, 3)), linewidth=1)
     axis.text(26, 34.8, "observe: once for each point", ha="center", fontsize=10, color=BLUE)
     axis.text(77.25, 34.8, "read: only when somebody asks", ha="center", fontsize=10, color=BLUE)

@@ -18,9 +18,8 @@ from itertools import chain
 from typing import Any
 
 import torch
-from record import RESULTS, save
+from record import RESULTS, peak, provenance, ratio, save, seconds, side_by_side
 
-from constmem.bench.record import peak, provenance, ratio, seconds, side_by_side
 from constmem.data import Events, Hawkes
 from constmem.plots import BLUE, GREY, RED, pyplot, save_figure
 from constmem.point_processes import CMHP, GRU, THP, EventState, PointProcess

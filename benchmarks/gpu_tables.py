@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from constmem.bench.show import SIZES
+from bench import SIZES
 
 RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
@@ -196,7 +196,7 @@ def whole_layers() -> str:
 
 
 def bench() -> str:
-    """What `constmem bench` found on a CPU."""
+    """What `bench.py` found on a CPU."""
     lines = []
     for row in content("bench")["rows"]:
         ratio = f"{row['ratio']:g}x {row['against']}" if "ratio" in row else ""

@@ -90,8 +90,8 @@ def _quality() -> str:
             of = "" if name == "test" else f"{name} classes, "
             parts.append(f"{entry.by_batch[name].mean:.2f} ({of}published {published:.2f})")
     return (
-        f"CMANP's log-likelihood a pixel: EMNIST {parts[0]} and {parts[1]}; a seventh of CelebA's faces at 32x32 "
-        f"{parts[2]}; an eighteenth of them at 128x128 {parts[3]}."
+        f"CMANP's log-likelihood a pixel: EMNIST {parts[0]} and {parts[1]}; a seventh of CelebA's faces at "
+        f"32x32 {parts[2]}; an eighteenth of them at 128x128 {parts[3]}."
     )
 
 

@@ -1,6 +1,5 @@
-"""The command line, `constmem demo | train | eval | table | plot | bench | data`; help is given at once."""
+"""The command line, `constmem demo | train | eval | table | plot | data`; help is given at once."""
 
-import json
 import os
 import shlex
 import sys
@@ -225,25 +224,6 @@ def plot(
 
     for path in plot_runs(runs, out=out, data_dir=data_dir, device=device):
         print(path)
-
-
-@app.command()
-def bench(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(help="condition, update, query, train; all of them if none is given."),
-    ] = None,
-    device: Device = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print rows as JSON instead of tables.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, few rounds: under a minute.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the rows to this JSON file as they come.")] = None,
-) -> None:
-    """Measure on this machine: times side by side with the paper's algorithm and with fused baselines."""
-    from constmem.bench import bench as run
-
-    found = run(names or (), device=device, quick=quick, quiet=as_json, out=out)
-    if as_json:
-        print(json.dumps(found, indent=1))
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Checks at the public border: what is wrong, where, and what to do about it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from itertools import chain
 from math import isfinite, sqrt
 
@@ -51,7 +51,8 @@ def _fits(tensor: Tensor, limit: float) -> bool:
     if tensor.numel() <= FEW:
         every = chain.from_iterable(chain.from_iterable(tensor.tolist()))
         return all(-limit <= v <= limit for v in every)  # on a GPU, too: copied in the time a sum would be
-    return bool(_squares(tensor).item() <= limit**2)
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return bool(_squares(tensor).item() <= min(limit * limit, torch.finfo(wide).max))  # limit**2 may overflow
 
 
 def _squares(tensor: Tensor) -> Float[Tensor, ""]:
@@ -78,6 +79,31 @@ def first_not_finite(named: Mapping[str, Tensor]) -> str | None:
     where = named[names[0]].device
     good = torch.stack([named[name].isfinite().all().to(where, non_blocking=True) for name in names])
     return next((name for name, fine in zip(names, good.tolist(), strict=True) if not fine), None)
+
+
+def all_finite(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor with NaN or infinity in it."""
+    if not torch.compiler.is_compiling() and not bool(tensor.isfinite().all()):
+        raise ValueError(f"{name} must be finite, not {tensor.detach().flatten()[:5].tolist()}")
+
+
+def named(found: Mapping[str, Tensor], needed: Set[str], allowed: Set[str] = frozenset()) -> None:
+    """Refuse tensors of a file that are missing or unknown."""
+    if missing := needed - found.keys():
+        raise ValueError(f"lacks {sorted(missing)}")
+    if unknown := found.keys() - needed - allowed:
+        raise ValueError(f"holds {sorted(unknown)[:5]}, which nobody knows")
+
+
+def remembered(found: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that cannot be a state's: of different batches, not finite, or with counts below 0."""
+    if len({tensor.shape[:1] for tensor in found.values()}) != 1:
+        raise ValueError("holds tensors of different batches")
+    if (bad := first_not_finite(found)) is not None:
+        raise ValueError(f"holds a {bad} with NaN or infinity in it")
+    count = found.get("count")
+    if count is not None and (count.dtype != torch.int64 or bool((count < 0).any())):
+        raise ValueError("holds counts that are no whole numbers of at least 0")
 
 
 def tensors(**given: object) -> None:

@@ -48,8 +48,8 @@ def sample_jointly(
     """
     checks.positive("samples", samples)
     checks.positive("block", block)
-    repeated = {name: t.repeat(samples, *[1] * (t.ndim - 1)) for name, t in state.tensors().items()}
-    state, xt = state.of_tensors(repeated, state.fingerprint), xt.repeat(samples, 1, 1)  # type: ignore[assignment]
+    every = torch.arange(state.batch, device=state.device).repeat(samples)
+    state, xt = state.select(every), xt.repeat(samples, 1, 1)
     drawn = []
     for x in xt.split(block, 1):
         y = _draw(model.query(state, x), generator)

@@ -11,19 +11,19 @@ from typing_extensions import TypeVar
 from constmem.core import checks, memory
 from constmem.core.fold import Chunk
 from constmem.core.model import Model
+from constmem.core.monoid import Monoid
 from constmem.core.state import AttentionState
 from constmem.neural_processes.chunks import slices
 from constmem.neural_processes.scales import Scales
-from constmem.neural_processes.states import State
 
-S = TypeVar("S", bound=State, default=AttentionState)
+S = TypeVar("S", bound=Monoid, default=AttentionState)
 _UNITS = "scales."
 
 
 class PointModel(Model, Generic[S]):
     """A model of points with `dim_x` channels in and `dim_y` out, that remembers them in states of type S."""
 
-    state_type: ClassVar[type[State]] = AttentionState
+    state_type: ClassVar[type[Monoid]] = AttentionState
 
     def __init__(self, *, dim_x: int, dim_y: int, config: dict[str, Any]) -> None:
         super().__init__(config=config)

@@ -333,7 +333,7 @@ def test_removing_what_dominates_is_refused_before_it_cancels() -> None:
     data = points(6)
     kept, gone = some(data, 0, 3), some(data, 3, 6).decay(25.0)
     whole = kept.merge(gone)
-    with pytest.raises(ValueError, match=r"hold 1\.0000.* more than max_share=0.999: .*cancels"):
+    with pytest.raises(ValueError, match=r"hold 1\.0000.*max_share=0.999.*cancels"):
         whole.remove(gone)
     assert_same(whole.remove(gone, max_share=1.0), kept, 1e-2)
 
@@ -741,10 +741,10 @@ def test_a_state_file_with_parts_missing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is damaged: it lacks \['count', 'lse'\]"):
         AttentionState.load(path)
     save_file({**tensors, "lse": tensors["lse"][:1].clone()}, path, header)
-    with pytest.raises(ValueError, match="is damaged: it holds a value and an lse that do not fit"):
+    with pytest.raises(ValueError, match="is damaged: it holds"):
         AttentionState.load(path)
     save_file({**tensors, "lse": tensors["lse"].float()}, path, header)
-    with pytest.raises(ValueError, match="is damaged: it holds a value and an lse that do not fit"):
+    with pytest.raises(ValueError, match="is damaged: it holds"):
         AttentionState.load(path)
 
 

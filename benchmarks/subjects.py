@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from literal import Literal
 from torch import Tensor
 
-from constmem.bench.literal import Literal
 from constmem.neural_processes import CMANP, EQTNP, LBANP, TNPD, NeuralProcess
 
 DIM_X, DIM_Y = 2, 3

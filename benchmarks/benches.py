@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+import subjects
 import torch
+from cached import CachedTransformer
+from literal import Literal
+from record import Row, Work, peak, ratio, side_by_side
 from torch import Tensor
 
-from constmem.bench import subjects
-from constmem.bench.cached import CachedTransformer
-from constmem.bench.literal import Literal
-from constmem.bench.record import Row, Work, peak, ratio, side_by_side
 from constmem.neural_processes import CMANP, LBANP, TNPD, NeuralProcess
 
 US, THEM = "constmem", "literal"
