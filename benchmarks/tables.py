@@ -88,7 +88,7 @@ def _quality() -> str:
     parts = []
     for dataset in ("emnist", "celeba32", "celeba128"):
         wanted = ("cmanp", "improved")
-        (entry,) = (e for e in compare(rows(dataset)) if (e.model, e.recipe) == wanted)
+        (entry,) = (e for e in compare(typed_rows(rows(dataset), dataset)) if (e.model, e.recipe) == wanted)
         for name, published in entry.published.items():
             of = "" if name == "test" else f"{name} classes, "
             parts.append(f"{entry.by_batch[name].mean:.2f} ({of}published {published:.2f})")
