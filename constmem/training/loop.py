@@ -208,7 +208,7 @@ def _stepper(
     if on_gpu and recipe.sampling != "ragged":
         step = capture.once(step, generator)
     elif on_gpu and compiled and recipe.sampling == "ragged" and recipe.reads >= 1.0:
-        graphs = capture.ByShape(taken, lambda generator: model._seeds(1, generator), model.at_once)
+        graphs = capture.ByShape(taken, lambda generator: model.seeds(1, generator), model.at_once)
         step = lambda: graphs(source.sample(generator), generator)  # noqa: E731
 
     def at_rate(rate: float) -> Tensor:

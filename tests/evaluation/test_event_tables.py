@@ -205,7 +205,7 @@ def test_the_agreement_of_pages_and_rows_covers_every_event_data_set_and_the_cos
     own = {name for path, name, _ in tables.documents() if path.name == "event-models.md"}
     assert own >= {"taxi", "mooc", "reddit", "wiki", "taobao", "hawkes1", "event cost"}
     assert own >= {"ablation taxi", "ablation mooc"}
-    assert ("README.md", "events") in {(path.name, name) for path, name, _ in tables.documents()}
+    assert ("reproduction.md", "events") in {(path.name, name) for path, name, _ in tables.documents()}
 
 
 def test_the_summary_has_a_line_a_model_and_a_column_a_data_set(

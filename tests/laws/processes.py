@@ -25,7 +25,7 @@ def small(kind: str, **more: Any) -> Any:
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     model.double().eval()
-    model.standardise(stream(40))
+    model.set_scales(stream(40))
     return model
 
 

@@ -45,7 +45,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 def draw(events: Events, names: list[str] | None = None, title: str = "a title") -> Any:
     """Both pictures of one sequence, of a model that has learned nothing but the scale of time."""
     model = MODELS["trivial"](num_marks=events.num_marks, components=2)
-    model.standardise(events)
+    model.set_scales(events)
     plots_events.sequence_picture(model, events, "sequence.png", title=title, names=names)
     plots_events.hazard_picture(model, events, "hazard.png", title=title, names=names)
     return model

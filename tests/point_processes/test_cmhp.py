@@ -85,7 +85,7 @@ def test_all_prefixes_in_one_pass_equal_a_naive_softmax_in_value_and_gradient(
     model, events = small("cmhp", **changes), stream(37)
     chunk_of = next(iter_chunks(model, events))
     before, _ = model._scan(model.empty(events.t_start), chunk_of, events.mask)
-    known = torch.cat([before[:, 1:], model._read(model.condition(events))[:, None]], 1)
+    known = torch.cat([before[:, 1:], model.read(model.condition(events))[:, None]], 1)
     expected = naive(model, events)
     close(known[0], expected)
     weights = torch.randn_like(expected)
@@ -182,7 +182,7 @@ def test_states_of_other_clocks_are_not_merged() -> None:
         one.merge(other)
     with pytest.raises(TypeError, match="cannot merge"):
         one.merge(small("gru").condition(stream(5)))
-    with pytest.raises(ValueError, match="cannot merge states of 1 and 2 streams"):
+    with pytest.raises(ValueError, match="1 and 2 streams"):
         one.merge(one.repeat(2))
 
 
@@ -194,7 +194,7 @@ def test_recency_is_a_weight_that_halves_with_time() -> None:
         model.stack.observation.query.zero_()
         state = model.condition(events)
         _, _, v = model._attended(
-            next(iter_chunks(model, events)), clock := model._since(events.t_start, events.times)
+            next(iter_chunks(model, events)), clock := model.scale.since(events.t_start, events.times)
         )
     rates = model.log_rates.detach().exp()
     weights = torch.exp(rates[..., None] * (clock[0] - clock[0, -1]))
@@ -326,7 +326,7 @@ def test_states_that_remember_other_numbers_of_events_are_not_merged() -> None:
     four, two = (
         small("cmhp", last_events=k).train().empty(torch.zeros(1, dtype=torch.float64)) for k in (4, 2)
     )
-    with pytest.raises(ValueError, match="4 and 2 last events"):
+    with pytest.raises(ValueError, match="cannot merge"):
         four.merge(two)
 
 

@@ -6,13 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from constmem.data import Events
-from constmem.point_processes import MODELS, PointProcess, prediction
+from constmem.point_processes import MODELS, PointProcess
+from constmem.point_processes import model as prediction
 from tests.laws.processes import KINDS, MARKS, small, stream
 
 Refuses = Callable[..., Any]
@@ -296,7 +298,7 @@ def test_the_unit_of_time_changes_nothing_but_the_unit(kind: str) -> None:
         hours = model.log_prob(events)
     fast = Events(60 * events.times, events.marks, events.mask, 60 * events.t_start, None, "minute", MARKS)
     train = stream(40)
-    model.standardise(
+    model.set_scales(
         Events(60 * train.times, train.marks, train.mask, 60 * train.t_start, None, "minute", MARKS)
     )
     with torch.no_grad():
@@ -390,11 +392,10 @@ def test_events_that_do_not_fit_are_refused(kind: str, refuses: Refuses) -> None
             model.update(state, times, kinds)
     with refuses(TypeError, "whole"):
         model.update(state, last + 1, marks.float())
-    for wrong in ({"times": [3.0, 4.0]}, {"marks": [0, 0]}, {"mask": [True, True]}):
-        with refuses(TypeError, f"{next(iter(wrong))} must be a tensor, not list"):
-            model.update(state, **{"times": last + 1, "marks": marks} | wrong)  # type: ignore[arg-type]
-    with refuses(TypeError, "start must be a tensor, not float"):
-        model.empty(0.0)  # type: ignore[arg-type]
+    with refuses(TypeError, "times is not a sequence of numbers"):
+        model.update(state, ["noon", "one"], marks)
+    with refuses(TypeError, "marks is boolean"):
+        model.update(state, last + 1, torch.tensor([True, False]))
     holes = torch.tensor([[False, True], [True, True]])
     with refuses(ValueError, "come last"):
         model.update(state, (last + 1)[:, None].expand(2, 2), marks[:, None].expand(2, 2), mask=holes)
@@ -407,6 +408,20 @@ def test_events_that_do_not_fit_are_refused(kind: str, refuses: Refuses) -> None
         model.log_prob(events, initial=state)
 
 
+@every_model
+def test_numbers_need_be_no_tensors(kind: str) -> None:
+    model = small(kind)
+    with torch.no_grad():
+        state = model.update(model.empty([3.0, 5.0]), [4.0, 5.5], [0, 1])
+        state = model.update(state, [[5, 6], [6, 7]], np.array([[0, 2], [1, 1]]), mask=[[True, False]] * 2)
+        start = torch.tensor([3.0, 5.0]).double()
+        times, marks = torch.tensor([[4.0, 5.0], [5.5, 6.0]]).double(), torch.tensor([[0, 0], [1, 1]])
+        expected = model.update(model.empty(start), times, marks)
+        close(model.query(state).mean, model.query(expected).mean)
+        one = model.update(model.empty(3), 4.0, 0)
+        assert torch.equal(one.last_time, torch.tensor([4.0]).double())
+
+
 def test_a_state_of_other_weights_or_models_is_refused(refuses: Refuses) -> None:
     model, other = small("cmhp"), small("cmhp")
     with torch.no_grad():
@@ -414,7 +429,7 @@ def test_a_state_of_other_weights_or_models_is_refused(refuses: Refuses) -> None
         other.marks.table[0] += 1
         with refuses(ValueError, "other weights"):
             other.query(state)
-        with refuses(TypeError, "a state of CMHP, not EventState"):
+        with refuses(TypeError, "a state of CMHP .*, not EventState"):
             model.query(small("gru").condition(stream(5)))
 
 
@@ -428,7 +443,7 @@ def test_every_public_method_of_the_contract_is_derived_in_the_base() -> None:
         "loss",
         "sample",
         "empty",
-        "standardise",
+        "set_scales",
     )
     for kind in MODELS.values():
         assert not set(derived) & set(vars(kind))
@@ -440,7 +455,7 @@ def test_every_public_method_of_the_contract_is_derived_in_the_base() -> None:
 def test_a_transformer_remembers_every_event_and_says_so() -> None:
     model = small("thp")
     few, many = (model.condition(stream(n)).nbytes for n in (10, 1000))
-    per_event = 2 * 2 * 8 * 8 + 1  # layers, key and value, width, float64; and the mask
+    per_event = 2 * 2 * 8 * 8 + 1 + 8 + 8  # layers, key and value, width, float64; mask, time and mark
     assert many - few == 990 * per_event
 
 

@@ -97,7 +97,7 @@ def built(name: str, size: str) -> PointProcess:
         for parameter in model.parameters():
             parameter.add_(0.2 / sqrt(parameter.shape[-1]) * torch.randn_like(parameter))
     model.double().eval().requires_grad_(False)
-    model.standardise(streams())
+    model.set_scales(streams())
     return model  # type: ignore[no-any-return]
 
 
