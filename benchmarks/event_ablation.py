@@ -29,7 +29,7 @@ import torch
 
 from constmem.core.names import known
 from constmem.data.catalogue import EVENTS
-from constmem.evaluation.results import evaluate_run
+from constmem.evaluation.runs import evaluate_run
 from constmem.models import PLAIN_CMHP
 from constmem.training.loop import Run, train
 from constmem.training.recipes import EventRecipe, changed, complete, recipe
@@ -85,7 +85,7 @@ class Job:
         train(run, out=self.folder, data_dir=self.data_dir, device=self.device, resume=True)
         metrics = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
         best = max(entry["validation"] for entry in metrics if "validation" in entry)
-        scored = evaluate_run(self.folder, data_dir=self.data_dir, device=self.device)
+        scored = evaluate_run(self.folder, data_dir=self.data_dir, device=self.device).content()
         return {"variant": self.variant, "validation_nll": -best, **scored}
 
 

@@ -23,7 +23,7 @@ def finite(
     """
     limit = torch.finfo(tensor.dtype).max if taken is None else largest(taken.dtype)
     taken = tensor if taken is None else taken
-    if torch.compiler.is_compiling() or _fits(taken, limit):
+    if traced() or _fits(taken, limit):
         return
     good = taken.abs() <= limit
     if mask is not None:
@@ -63,7 +63,7 @@ def _squares(tensor: Tensor) -> Float[Tensor, ""]:
 
 def surely_finite(*tensors: Tensor) -> bool:
     """Whether all their squares add up to little, as none with NaN or huge ones do: one wait for a GPU."""
-    if torch.compiler.is_compiling():
+    if traced():
         return True
     if len(tensors) == 1 and tensors[0].numel() <= FEW:
         return _fits(tensors[0], largest(tensors[0].dtype))
@@ -81,9 +81,16 @@ def first_not_finite(named: Mapping[str, Tensor]) -> str | None:
     return next((name for name, fine in zip(names, good.tolist(), strict=True) if not fine), None)
 
 
+def traced(device: torch.device | None = None) -> bool:
+    """Whether numbers cannot be looked at: a compiler, a function transform or a capture is at work."""
+    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+        return True
+    return device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def all_finite(name: str, tensor: Tensor) -> None:
     """Refuse a tensor with NaN or infinity in it."""
-    if not torch.compiler.is_compiling() and not bool(tensor.isfinite().all()):
+    if not traced() and not bool(tensor.isfinite().all()):
         raise ValueError(f"{name} must be finite, not {tensor.detach().flatten()[:5].tolist()}")
 
 
@@ -195,7 +202,7 @@ def alike(verb: str, mine: Tensor, theirs: Tensor, fingerprints: tuple[str | Non
             "model and batch, in one precision on one device (state.to moves one)"
         )
     own, other = fingerprints
-    if None not in fingerprints and own != other:
+    if own and other and own != other:
         raise ValueError(
             f"cannot {verb} states made by different weights ({own} and {other}): observe the data again "
             "with one model"

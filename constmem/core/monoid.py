@@ -14,6 +14,7 @@ from constmem.core.files import read_tensors, write_tensors
 
 S = TypeVar("S", bound="State")
 M = TypeVar("M", bound="Monoid")
+NOTHING = ""  # the fingerprint of having seen nothing, which is the same for all weights
 
 
 class State(ABC):
@@ -30,7 +31,7 @@ class State(ABC):
     WEIGHTED: ClassVar[bool] = False  # whether points may count more or less, and so be forgotten by and by
 
     count: Int[Tensor, "..."]  # how many points each task has seen
-    fingerprint: str | None  # which weights made it; None when it depends on none, or they are being trained
+    fingerprint: str | None  # which weights made it; NOTHING of nothing seen, None when nobody knows
 
     @property
     @abstractmethod
@@ -112,6 +113,12 @@ class State(ABC):
 
 class Monoid(State):
     """A state that merges with those of more points, in any order and grouping."""
+
+    def signature_with(self, other: "Monoid") -> str | None:
+        """The fingerprint of both together: known where both are, or where one has seen nothing."""
+        if NOTHING in (self.fingerprint, other.fingerprint):
+            return other.fingerprint if self.fingerprint == NOTHING else self.fingerprint
+        return None if None in (self.fingerprint, other.fingerprint) else self.fingerprint
 
     @abstractmethod
     def merge(self: M, other: M) -> M:

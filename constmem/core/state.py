@@ -12,7 +12,7 @@ from torch import Tensor
 from constmem import kernels
 from constmem.core import algebra, checks
 from constmem.core.algebra import EMPTY, accumulator, bias_of, is_nothing, settle
-from constmem.core.monoid import Monoid
+from constmem.core.monoid import NOTHING, Monoid
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,7 @@ class AttentionState(Monoid):
         value: (b, *h, s, c) what each slot reads from the points; 0 where nothing was seen.
         lse: (b, *h, s) natural logarithm of each slot's softmax normaliser; `EMPTY` for nothing.
         count: (b,) number of points seen.
-        fingerprint: which weights made this state; None when unknown (or still being trained).
+        fingerprint: which weights made this state; `NOTHING` of nothing seen, None when nobody knows.
         low: what float32 could not hold of value and lse, on devices without float64.
 
     Example:
@@ -37,6 +37,7 @@ class AttentionState(Monoid):
 
     AXES: ClassVar[str] = "(depth, heads, slots, channels)"
     KIND: ClassVar[str] = "constmem.state"
+    LEAD: ClassVar[str] = "value"
     NAMES: ClassVar[tuple[str, ...]] = ("value", "lse", "value_low", "lse_low")
     WEIGHTED: ClassVar[bool] = True
 
@@ -95,7 +96,7 @@ class AttentionState(Monoid):
             torch.zeros(*shape, channels, dtype=dtype, device=device),
             torch.full(shape, EMPTY, dtype=dtype, device=device),
             torch.zeros(shape[0], dtype=torch.int64, device=device),
-        )
+        ).signed(NOTHING)
 
     @staticmethod
     def scan(
@@ -145,7 +146,7 @@ class AttentionState(Monoid):
 
     def _joined(self, other: "AttentionState") -> "AttentionState":
         count = self.count + other.count
-        fingerprint = self.fingerprint or other.fingerprint
+        fingerprint = self.signature_with(other)
         if self.low is None or other.low is None:
             return _of(algebra.merge(self.value, self.lse, other.value, other.lse), count, fingerprint)
         return _of(algebra.merge_pairs(*self._tensors, *other._tensors), count, fingerprint)
@@ -185,7 +186,7 @@ class AttentionState(Monoid):
             )
         value, lse = algebra.remove(self.value, self.lse, other.value, torch.where(gone, 0.0, share))
         left_over = value.masked_fill(gone[..., None], 0.0), lse.masked_fill(gone, EMPTY)
-        return AttentionState(*left_over, left, self.fingerprint)
+        return AttentionState(*left_over, left, self.signature_with(other))
 
     def decay(self, log_weight: float | Tensor) -> "AttentionState":
         """Multiply the weight of every point seen by exp(log_weight): negative forgets.

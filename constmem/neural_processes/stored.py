@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from constmem.core import checks
 from constmem.core.fold import Chunk, joined
 from constmem.core.memory import require
-from constmem.core.monoid import Monoid
+from constmem.core.monoid import NOTHING, Monoid
 from constmem.neural_processes.base import M, NeuralProcess
 
 
@@ -54,13 +54,13 @@ class StoredPoints(Monoid):
             )
         if 0 in (self.x.shape[1], other.x.shape[1]):
             return self if other.x.shape[1] == 0 else other
-        if None not in (self.fingerprint, other.fingerprint) and self.fingerprint != other.fingerprint:
+        if self.fingerprint != other.fingerprint:
             raise ValueError(
-                f"cannot merge points on the scales of different models ({self.fingerprint} and "
-                f"{other.fingerprint}): observe the data again with one model"
+                f"cannot merge points on different scales (those of models {self.fingerprint} and "
+                f"{other.fingerprint}, None for none): observe the data again with one model"
             )
         points = joined((self.x, self.y, self.mask), (other.x, other.y, other.mask))
-        return StoredPoints(*points, self.fingerprint or other.fingerprint)
+        return StoredPoints(*points, self.fingerprint)
 
     def remove(self, other: "StoredPoints") -> "StoredPoints":
         """Not possible: which of the points to drop is not for a state to guess."""
@@ -121,7 +121,7 @@ class StoringProcess(NeuralProcess[StoredPoints, M]):
 
     def empty(self, batch: int = 1) -> StoredPoints:
         nothing = self._where.new_zeros
-        return StoredPoints(nothing(batch, 0, self.dim_x), nothing(batch, 0, self.dim_y))
+        return StoredPoints(nothing(batch, 0, self.dim_x), nothing(batch, 0, self.dim_y), None, NOTHING)
 
     def _observe(self, x: Tensor, y: Tensor, mask: Tensor | None, log_weight: Tensor | None) -> StoredPoints:
         if log_weight is not None:
@@ -140,9 +140,9 @@ class StoringProcess(NeuralProcess[StoredPoints, M]):
     def observing_parameters(self) -> list[nn.Parameter]:
         return []
 
-    def _signed(self, state: StoredPoints) -> StoredPoints:
-        """Name the model only where its scales made the points what they are."""
-        return state if self.scales is None else super()._signed(state)
+    def _name_of_weights(self) -> str | None:
+        """None unless the scales of the model made the points what they are."""
+        return None if self.scales is None else self.fingerprint()
 
     def _require_own(self, state: StoredPoints) -> None:
         super()._require_own(state)
