@@ -29,7 +29,7 @@ from constmem.models import of_events
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
 from constmem.training.folder import EVENTS, TABLE, device_name, own_data, read_run
-from constmem.training.log import FILE, progress, read_metrics
+from constmem.training.log import progress, read_metrics
 from constmem.training.recipes import read_recipe
 from constmem.training.sources import Source, open_source
 
@@ -99,16 +99,8 @@ def open_run(folder: Path, *, data_dir: Path | None, device: torch.device) -> Op
 
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:
-    """The numbers that a run logged at its steps; a value that is no number is refused."""
-    entries = [entry for entry in read_metrics(folder) if "step" in entry]
-    for entry in entries:
-        for key, value in entry.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                shown = json.dumps(value)[:60]
-                raise ValueError(
-                    f"{folder / FILE} is damaged: {key} is {shown}, not a number; delete that line"
-                )
-    return entries
+    """The numbers that a run logged at its steps."""
+    return [entry for entry in read_metrics(folder) if "step" in entry]
 
 
 def evaluate_runs(folders: Sequence[Path], *, data_dir: Path | None, device: str) -> list[Row]:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FILE, BOARD = "metrics.jsonl", "tensorboard"
-NUMBERS = ("step", "seconds", "loss", "lr", "validation", "peak_memory")
 _log = logging.getLogger("constmem")
 
 
@@ -31,24 +30,28 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """
     path = folder / FILE
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    entries = [_entry(line) for line in lines]
-    for number, entry in enumerate(entries, 1):
-        if entry is None and number < len(lines):
+    entries: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            entry = None
+        if isinstance(entry, dict):
+            _require_numbers(entry, f"line {number} of {path} is damaged")
+            entries.append(entry)
+        elif number < len(lines):
             raise ValueError(f"line {number} of {path} is damaged: mend it, or delete that line")
-    return [entry for entry in entries if entry is not None]
+    return entries
 
 
-def _entry(line: str) -> dict[str, Any] | None:
-    """What a line says; None if it is no entry, or has something else where a number belongs."""
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(entry, dict) or not isinstance(entry.get("step", 0), int):
-        return None
-    numbers = [entry[key] for key in NUMBERS if key in entry]
-    sound = all(type(value) is float or (type(value) is int and abs(value) < 2**63) for value in numbers)
-    return entry if sound else None
+def _require_numbers(entry: dict[str, Any], what: str) -> None:
+    """Refuse an entry that has something else where a number belongs."""
+    for key, value in entry.items():
+        whole = type(value) is int and abs(value) < 2**63
+        if key != "data" and not (whole or (type(value) is float and key != "step")):
+            raise ValueError(
+                f"{what}: {key} is {str(value)[:60]!r}, not a number; mend it, or delete that line"
+            )
 
 
 def _finite(entry: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +123,7 @@ class Losses:
     Example:
         >>> losses = Losses(3)
         >>> for number in (1.0, 2.0):
-        ...     losses.note(torch.tensor(number))
+        ...     losses.note(Tensor([number]).sum())
         >>> losses.read(), losses.read()
         ([1.0, 2.0], [])
     """
