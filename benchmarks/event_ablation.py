@@ -28,7 +28,7 @@ import record
 import torch
 
 from constmem.core.checks import known
-from constmem.evaluation.results import evaluate_run
+from constmem.evaluation.runs import evaluate_run
 from constmem.training.loop import Run, train
 from constmem.training.recipes import EVENTS, Recipe, changed, complete, recipe
 from constmem.training.variants import PLAIN_CMHP
@@ -84,7 +84,7 @@ class Job:
         train(run, out=self.folder, data_dir=self.data_dir, device=self.device, resume=True)
         metrics = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
         best = max(entry["validation"] for entry in metrics if "validation" in entry)
-        scored = evaluate_run(self.folder, data_dir=self.data_dir, device=self.device)
+        scored = evaluate_run(self.folder, data_dir=self.data_dir, device=self.device).content()
         return {"variant": self.variant, "validation_nll": -best, **scored}
 
 

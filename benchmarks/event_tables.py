@@ -5,7 +5,9 @@ from typing import Any
 
 import record
 
-from constmem.evaluation.comparison import NAMES, Figure, compare, model_name
+from constmem.data.catalogue import title_of
+from constmem.evaluation.entries import compare
+from constmem.evaluation.rows import Figure, model_name, typed_rows
 
 REAL = ("taxi", "mooc", "reddit", "wiki", "taobao")
 MB = 1e6
@@ -22,9 +24,9 @@ def summary() -> str:
     found = {
         (entry.place[3:5], entry.recipe == "faithful", entry.model, dataset): entry
         for dataset in REAL
-        for entry in compare(content(dataset)["rows"])
+        for entry in compare(typed_rows(content(dataset)["rows"], dataset))
     }
-    lines = [f"| NLL, accuracy | {' | '.join(NAMES[dataset] for dataset in REAL)} |"]
+    lines = [f"| NLL, accuracy | {' | '.join(title_of(dataset) for dataset in REAL)} |"]
     lines.append("|---" * (1 + len(REAL)) + "|")
     for own in sorted({key[:3] for key in found}):
         cells = (_both(found[*own, name].scores["test"]) if (*own, name) in found else "" for name in REAL)
@@ -43,7 +45,7 @@ def ablation(dataset: str) -> str:
     if not found["rows"]:
         return ""
     lines = [
-        f"### {NAMES.get(dataset, dataset)}, one option at a time",
+        f"### {title_of(dataset)}, one option at a time",
         "",
         "| variant | NLL, validation | NLL, test | time | mark | accuracy | given the gap | parameters | "
         "steps x batch | device | seeds |",

@@ -15,7 +15,10 @@ import event_tables
 import gpu_tables
 
 from constmem.core.files import write_text
-from constmem.evaluation.comparison import NAMES, compare, markdown, model_name
+from constmem.data.catalogue import title_of
+from constmem.evaluation.entries import compare
+from constmem.evaluation.rows import model_name, typed_rows
+from constmem.evaluation.tables import markdown
 from constmem.training.recipes import EVENTS
 
 ROOT = Path(__file__).parents[1]
@@ -85,7 +88,7 @@ def _quality() -> str:
     parts = []
     for dataset in ("emnist", "celeba32", "celeba128"):
         wanted = ("cmanp", "improved")
-        (entry,) = (e for e in compare(rows(dataset)) if (e.model, e.recipe) == wanted)
+        (entry,) = (e for e in compare(typed_rows(rows(dataset), dataset)) if (e.model, e.recipe) == wanted)
         for name, published in entry.published.items():
             of = "" if name == "test" else f"{name} classes, "
             parts.append(f"{entry.by_batch[name].mean:.2f} ({of}published {published:.2f})")
@@ -180,14 +183,14 @@ def trained(dataset: str) -> str:
     if not path.exists():
         return ""
     content = json.loads(path.read_text())
-    parts = [markdown(compare(content["rows"])), f"`{content['command']}`"]
+    parts = [markdown(compare(typed_rows(content["rows"], path))), f"`{content['command']}`"]
     return "\n\n".join([*parts, *([content["note"]] if "note" in content else [])])
 
 
 def events(dataset: str) -> str:
     """The same of event models, under a heading of its own."""
     table = trained(dataset)
-    return f"### {NAMES.get(dataset, dataset)}\n\n{table}" if table else ""
+    return f"### {title_of(dataset)}\n\n{table}" if table else ""
 
 
 def optimisers() -> str:

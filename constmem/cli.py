@@ -166,14 +166,14 @@ def evaluate(
 
     Runs that differ by seed alone are also given as the mean ± standard deviation over their seeds.
     """
-    from constmem.evaluation import comparison
-    from constmem.evaluation.results import evaluate_runs
+    from constmem.evaluation.rows import json_text
+    from constmem.evaluation.runs import evaluate_runs, over_seeds, print_runs
 
     found = evaluate_runs(runs, data_dir=data_dir, device=device)
     if as_json:
-        print(comparison.json_text(comparison.over_seeds(found)))
+        print(json_text(over_seeds(found)))
     else:
-        comparison.print_runs(found, runs)
+        print_runs(found, runs)
 
 
 @app.command()
@@ -191,17 +191,19 @@ def table(
     scores: Annotated[bool, typer.Option("--scores", help="RMSE, CRPS and 90 % coverage too.")] = False,
 ) -> None:
     """A table like the paper's: models against test sets, ours beside the published."""
-    from constmem.evaluation import comparison
+    from constmem.evaluation import tables
+    from constmem.evaluation.entries import compare
+    from constmem.evaluation.rows import read_rows
 
     paths = results or sorted(path.parent for path in Path("runs").glob("*/eval.json"))
     if not paths:
         raise ValueError("no scored runs in runs/: name run folders or JSON files, or run `eval` first")
-    entries = comparison.compare(comparison.read_rows(paths), dataset=dataset)
+    entries = compare(read_rows(paths), dataset=dataset)
     wants_json = as_json or (out is not None and out.suffix == ".json" and not as_markdown)
     if not (wants_json or as_markdown or out):
-        comparison.show(entries, scores=scores)
+        tables.show(entries, scores=scores)
         return
-    text = comparison.as_json(entries) if wants_json else comparison.markdown(entries, scores=scores)
+    text = tables.as_json(entries) if wants_json else tables.markdown(entries, scores=scores)
     if out is None:
         print(text)
     else:
@@ -219,7 +221,7 @@ def plot(
     device: Device = "cpu",
     data_dir: DataDir = None,
 ) -> None:
-    """Draw how runs learned, how calibrated they are, and what they complete, fit or foretell."""
+    """Draw how runs learned, how calibrated they are, and what they complete, fit or predict."""
     from constmem.evaluation.pictures import plot_runs
 
     for path in plot_runs(runs, out=out, data_dir=data_dir, device=device):

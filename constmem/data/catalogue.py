@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Kind = Literal["images", "gp", "events", "simulated"]
+SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}  # units that dates are counted in
 EVENT_SPLITS = ("train", "validation", "test")
 EVENT_KEYS = ("times", "marks", "offsets", "split", "unit", "num_marks")
 

@@ -9,9 +9,7 @@ import torch
 from torch.distributions import LogNormal
 
 from constmem.data import EventLogProb, Events, Hawkes, Renewal
-from constmem.evaluation import events as module
 from constmem.evaluation.events import (
-    EventScores,
     evaluate_events,
     ks_p_value,
     ks_statistic,
@@ -19,7 +17,7 @@ from constmem.evaluation.events import (
     rescaled_times,
 )
 from constmem.evaluation.horizon import evaluate_horizon
-from constmem.plots import events as plots_events
+from constmem.evaluation.rows import EventScores
 
 stats = pytest.importorskip("scipy.stats")
 MARKS = (0.5, 0.3, 0.1, 0.05, 0.03, 0.02)
@@ -169,17 +167,14 @@ def test_nothing_to_score_is_an_error():
         evaluate_events(LogNormalRenewal(), tiny(), positions=0)
 
 
-def test_no_graph_is_kept_while_scoring(monkeypatch):
-    seen = []
-    original = module._hits
+def test_no_graph_is_kept_while_scoring():
+    class Watched(LogNormalRenewal):
+        def forecast(self, events, **more):
+            assert not torch.is_grad_enabled()
+            return super().forecast(events, **more)
 
-    def watched(*arguments):
-        seen.append(torch.is_grad_enabled())
-        return original(*arguments)
-
-    monkeypatch.setattr(module, "_hits", watched)
-    evaluate_events(LogNormalRenewal(), tiny())
-    assert seen == [False]
+    evaluate_events(Watched(), tiny())
+    rescaled_times(Watched(), tiny())
 
 
 # Goodness of fit
@@ -238,7 +233,7 @@ def test_confusion_counts_the_commonest_true_marks_against_the_likeliest():
     shown, counts = mark_confusion(LogNormalRenewal(), events, commonest=3)
     assert shown.tolist() == [0, 1, 2]
     assert counts.shape == (3, 4)
-    assert counts[:, 0].tolist() == [int((true == mark).sum()) for mark in range(3)], "0 is always foretold"
+    assert counts[:, 0].tolist() == [int((true == mark).sum()) for mark in range(3)], "0 is always predicted"
     assert counts[:, 1:].sum() == 0
     shown, counts = mark_confusion(LogNormalRenewal(), events, commonest=99, positions=10)
     assert len(shown) == 6
@@ -332,81 +327,3 @@ def test_futures_that_cannot_be_scored_are_refused():
         horizon(Sampled(), tiny())
     with pytest.raises(ValueError, match="samples - 1 must be"):
         horizon(Sampled(), tiny(), ahead=1, samples=1)
-
-
-# Pictures
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The figures that were saved, to look at what they show."""
-    pytest.importorskip("matplotlib")
-    figures, save = [], plots_events.save_figure
-    monkeypatch.setattr(plots_events, "save_figure", lambda f, path: (figures.append(f), save(f, path))[1])
-    return figures
-
-
-def test_a_picture_of_a_sequence_shows_its_gaps_inside_the_intervals(tmp_path, drawn):
-    events = marked(4, 40).select([0])
-    path = plots_events.sequence_picture(LogNormalRenewal(), events, tmp_path / "a.png", title="x", most=9)
-    assert path.stat().st_size > 10_000
-    lines = {line.get_label(): line.get_ydata() for line in drawn[0].axes[0].lines}
-    n = int(events.lengths)
-    np.testing.assert_allclose(lines["what came"], events.gaps[0, n - 9 : n])
-    np.testing.assert_allclose(lines["median"], [exp(-0.5)] * 9)
-    np.testing.assert_allclose(lines["90 % interval"], [stats.lognorm.ppf(0.05, 0.8, scale=exp(-0.5))] * 9)
-    strokes = [stroke for marks in drawn[0].axes[1].collections for stroke in marks.get_segments()]
-    np.testing.assert_allclose(sorted(stroke[0][0] for stroke in strokes), events.times[0, n - 9 : n])
-
-
-def test_the_hazard_drawn_for_the_true_model_is_the_true_hazard(tmp_path, drawn):
-    events = Renewal("lognormal", -0.5, 0.8).sample(
-        1, num_events=20, generator=torch.Generator().manual_seed(0)
-    )
-    asked = Events(events.times, events.marks, events.mask, events.t_start, None, "hour", 6)
-    truth = Renewal("lognormal", -0.5, 0.8)
-    plots_events.hazard_picture(
-        LogNormalRenewal(),
-        asked,
-        tmp_path / "a.png",
-        title="x",
-        truth=lambda times: truth.hazard(events, times),
-    )
-    true, model = (line.get_ydata() for line in drawn[0].axes[0].lines)
-    away = np.arange(len(true)) % 60 != 59  # at an event itself, rounding decides which side is shown
-    np.testing.assert_allclose(true[away], model[away], rtol=1e-6)
-    assert len(true) == 19 * 60
-
-
-def test_the_quantiles_drawn_for_the_true_model_lie_in_the_band(tmp_path, drawn):
-    events = marked(200, 60, seed=1)
-    rescaled = {"true": rescaled_times(LogNormalRenewal(), events)}
-    rescaled["wrong"] = rescaled_times(LogNormalRenewal(0.5, 0.8), events)
-    plots_events.fit_picture(rescaled, tmp_path / "a.png", title="x")
-    left = drawn[0].axes[0]
-    band = left.collections[0].get_paths()[0].vertices
-    top = band[:, 1].max()
-    inside = {}
-    for line in left.lines[1:]:
-        x, y = line.get_xdata(), line.get_ydata()
-        spread = 2.5 * np.sqrt(np.expm1(x) / len(rescaled["true"]))
-        inside[line.get_label()] = (np.abs(y - x) <= spread + 1e-3).mean()
-        assert line.get_label() != "true" or y.max() < top
-    assert inside["true"] > 0.9
-    assert inside["wrong"] < 0.1
-
-
-def test_confusions_are_drawn_in_percent_with_names(tmp_path, drawn):
-    shown, counts = torch.tensor([2, 0]), torch.tensor([[3, 1, 0], [0, 1, 1]])
-    path = plots_events.confusion_picture(shown, counts, tmp_path / "a.png", title="x", names=["a", "b", "c"])
-    assert path.is_file()
-    axis = drawn[0].axes[0]
-    np.testing.assert_allclose(axis.images[0].get_array(), [[75, 25, 0], [0, 50, 50]])
-    assert [label.get_text() for label in axis.get_xticklabels()] == ["c", "a", "other"]
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["c (4)", "a (2)"]
-
-
-def test_a_picture_of_several_sequences_is_refused(tmp_path):
-    for events in (tiny(), Events.from_arrival_times([[1.0]], unit="hour", num_marks=6)):
-        with pytest.raises(ValueError, match="select one of two events or more"):
-            plots_events.sequence_picture(LogNormalRenewal(), events, tmp_path / "a.png", title="x")
