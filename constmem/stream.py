@@ -39,10 +39,9 @@ class _Reading(NamedTuple):
 class Stream:
     """A model that is shown points (or events) as they come and asked for predictions in between.
 
-    Nothing is kept but the state; reading it, the costly half of a query, waits until somebody asks
-    and is remembered until the next observation or change of weights. No gradients are recorded. A model
-    whose state is the stored points streams too: what it holds grows with all it is shown, unless a window
-    slides over it.
+    Nothing is kept but the state; reading it, the costly half of a query, waits until somebody asks and is
+    remembered until the next observation or change of weights. No gradients are recorded. What a model that
+    stores its points holds grows with all it is shown, unless a window slides over it.
 
     Any number of threads may use one stream. Writers take turns, so that no point is lost; what is held is
     replaced in one step, so that `predict`, `state`, `count`, `save` and `fork` see all of an `observe` or
