@@ -70,7 +70,7 @@ def pieces(events: Events, last_time: Float64[Tensor, " b"], chunk: int) -> Iter
         times = torch.where(mask, events.times[:, here], last_time[:, None])
         times = times.cummax(1).values  # padding stays at the last real time
         gaps = times - torch.cat([last_time[:, None], times], 1)[:, :-1]
-        yield Chunk(times, gaps, events.marks[:, here], mask)
+        yield Chunk(times, gaps, events.marks[:, here].clone(), mask)  # a state never aliases events
         last_time = times[:, -1]
 
 
@@ -83,7 +83,7 @@ def streamed(
     marks = (
         torch.full_like(times, 0 if num_marks == 1 else UNKNOWN, dtype=torch.int64)
         if marks is None
-        else numbers("marks", marks).to(device)
+        else numbers("marks", marks).to(device, copy=True)
     )
     if not times.ndim and not marks.ndim and b == 1:
         times, marks = times[None], marks[None]
