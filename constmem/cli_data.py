@@ -50,7 +50,7 @@ def prepare(
     from functools import partial
 
     from constmem import data
-    from constmem.core.names import known
+    from constmem.core.checks import known
     from constmem.training.progress import counted
 
     with counted(f"preparing {what}") as progress:

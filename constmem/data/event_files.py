@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from constmem.core.names import known
+from constmem.core.checks import known
 from constmem.data.catalogue import DATASETS, EVENT_KEYS, EVENT_SPLITS
 from constmem.data.packs import Array, Folder, data_folder, find_pack, read_pack
 from constmem.point_processes.events import Events

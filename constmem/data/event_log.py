@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from constmem.core.checks import known
 from constmem.core.files import read_tensors, write_tensors
-from constmem.core.names import known
 from constmem.data.catalogue import EVENT_KEYS, EVENT_SPLITS, SECONDS
 from constmem.data.event_files import check_pack, easytpp_sequences, has_records, parquet_sequences
 from constmem.data.event_rows import moment, read_rows

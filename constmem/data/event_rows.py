@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from constmem.core.names import known
+from constmem.core.checks import known
 from constmem.data.catalogue import SECONDS
 from constmem.data.csv_files import opened
 from constmem.data.event_files import COLUMNS, Sequences

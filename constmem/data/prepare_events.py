@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from constmem.core.names import known
+from constmem.core.checks import known
 from constmem.data.catalogue import EVENT_SPLITS
 from constmem.data.event_files import By, Sequences, csv_sequences, easytpp_sequences, parquet_sequences
 from constmem.data.packs import Array, Folder, data_folder, free_for, write_pack
