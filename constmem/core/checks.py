@@ -1,8 +1,10 @@
 """Checks at the public border: what is wrong, where, and what to do about it."""
 
+import difflib
 from collections.abc import Mapping, Set
 from itertools import chain
 from math import isfinite, sqrt
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -229,3 +231,13 @@ def device(name: str | torch.device) -> torch.device:
             f"there is no device {str(name)!r} here ({why}): take another, such as cpu"
         ) from error
     return where
+
+
+def known(what: str, name: str, names: Any) -> str:
+    """`name` if it is one of `names`; otherwise an error with the nearest ones."""
+    if name in names:
+        return name
+    near = difflib.get_close_matches(name, list(names), n=3)
+    every = ", ".join(filter(None, names))
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {every}"
+    raise ValueError(f"there is no {what} {name!r}: {hint}")

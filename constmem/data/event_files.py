@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from constmem.core.names import known
+from constmem.core.checks import known
 from constmem.data.catalogue import DATASETS, EVENT_KEYS, EVENT_SPLITS
 from constmem.data.event_rows import (
     Sequences,

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from constmem.core.checks import known
 from constmem.core.files import read_tensors, write_tensors
-from constmem.core.names import known
 from constmem.data.catalogue import EVENT_SPLITS, SECONDS
 from constmem.data.event_files import easytpp_sequences, has_records, read_event_pack
 from constmem.data.event_rows import labelled_sequences, moment

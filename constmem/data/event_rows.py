@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from constmem.core.names import known
+from constmem.core.checks import known
 from constmem.data.catalogue import SECONDS
 from constmem.data.packs import RATIO, ROOM, Array
 from constmem.data.table import opened

@@ -13,7 +13,7 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from constmem.core import checks
-from constmem.core.names import known
+from constmem.core.checks import known
 from constmem.data.catalogue import PACKS
 from constmem.data.faces import Progress, faces
 from constmem.data.packs import Array, Folder, MissingDataError, find_pack, read_pack

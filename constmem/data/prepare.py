@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from constmem.core.names import known
+from constmem.core.checks import known
 from constmem.data.catalogue import EVENT_SPLITS, PREPARED
 from constmem.data.event_files import easytpp_sequences
 from constmem.data.event_rows import Sequences, numbered_sequences

@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
+from constmem.core.checks import known
 from constmem.core.files import read_tensors, write_tensors
-from constmem.core.names import known
 
 Lines = Iterator[tuple[int, list[str]]]
 KIND, VERSION = "constmem.table", 1

@@ -20,7 +20,10 @@ from constmem.core import checks
 from constmem.core.algebra import EMPTY
 from constmem.core.fold import Chunk
 from constmem.core.monoid import NOTHING
-from constmem.neural_processes.chunks import (
+from constmem.neural_processes.heads import normal
+from constmem.neural_processes.points import (
+    PointModel,
+    S,
     batch_of,
     cleared,
     filled,
@@ -28,10 +31,8 @@ from constmem.neural_processes.chunks import (
     nothing,
     numbered,
     slices,
+    streamed,
 )
-from constmem.neural_processes.heads import normal
-from constmem.neural_processes.model import PointModel, S
-from constmem.neural_processes.streamed import streamed
 
 M = TypeVar("M", bound=Tensor | tuple[Any, ...], default=Tensor)
 
