@@ -8,7 +8,7 @@ from torch import Tensor
 
 from constmem.core.checks import known
 from constmem.data.catalogue import DATASETS
-from constmem.data.process import Hazards, Process, Step, last_times, require_positive
+from constmem.data.simulate import Hazards, Process, Step, last_times, require_positive
 from constmem.point_processes.events import Events
 
 
