@@ -99,7 +99,7 @@ def title_of(model: str) -> str:
 
 def entry_of(model: str) -> Entry:
     """What is known of a model, or of the model that a variant is one of."""
-    from constmem.core.names import known  # not at the top: this module imports nothing
+    from constmem.core.checks import known  # not at the top: this module imports nothing
 
     return MODELS[known("model", model.partition("-")[0], MODELS)]
 
@@ -116,7 +116,7 @@ def settings_of(model: str) -> dict[str, Any]:
         >>> settings_of("cmanp-matched"), settings_of("cmanp")
         ({'depth': 3, 'hidden': 160}, {})
     """
-    from constmem.core.names import known
+    from constmem.core.checks import known
 
     name, dash, variant = model.partition("-")
     variants = entry_of(model).variants

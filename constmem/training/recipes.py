@@ -14,7 +14,7 @@ from math import inf
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from constmem import models
-from constmem.core.names import known
+from constmem.core.checks import known
 from constmem.data.catalogue import DATASETS
 from constmem.models import CNP_FAMILY, PAPER_CMHP, of_events, settings_of
 
