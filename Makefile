@@ -11,7 +11,7 @@ demo: $(VENV)/.train  ## train a small model on real digits, stream pixels into 
 
 test: $(VENV)/.dev  ## the tests, then once more with every shape annotation checked at run time
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" $(ARGS)
-	$(BIN)/python -m pytest -n 2 -q -m "not slow and not gpu and not compiles and not data" tests/core/test_state.py tests/core/test_block.py tests/neural_processes/test_neural_processes.py tests/test_stream.py tests/neural_processes/test_scales.py tests/point_processes/test_cmhp.py tests/point_processes/test_point_processes.py tests/point_processes/test_heads_events.py --jaxtyping-packages=constmem,beartype.beartype
+	$(BIN)/python -m pytest -n 2 -q -m "not slow and not gpu and not compiles and not data" tests/core/test_state.py tests/core/test_block.py tests/neural_processes/test_neural_processes.py tests/test_stream.py tests/neural_processes/test_scales.py tests/laws/test_processes.py tests/point_processes/test_cmhp.py tests/point_processes/test_base.py tests/point_processes/test_heads.py tests/point_processes/test_model.py --jaxtyping-packages=constmem,beartype.beartype
 
 check: $(VENV)/.dev  ## style, types, and the direction of imports
 	$(BIN)/ruff check .
@@ -27,7 +27,7 @@ bench: $(VENV)/.dev  ## measure again what a CPU can in minutes: nothing of a GP
 	$(BIN)/python benchmarks/numerics.py
 	$(BIN)/python benchmarks/rounding.py
 	$(BIN)/python benchmarks/diabetes.py
-	$(BIN)/constmem bench --out benchmarks/results/bench.json
+	$(BIN)/python benchmarks/bench.py --out benchmarks/results/bench.json
 
 $(VENV)/.pip: constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -22,12 +22,11 @@ from unittest import mock
 
 import torch
 from growth import verdict
-from record import RESULTS, save
+from literal import Literal, LiteralState
+from record import RESULTS, peak, provenance, save
 from torch import Tensor
 
 from constmem import kernels
-from constmem.bench.literal import Literal, LiteralState
-from constmem.bench.record import peak, provenance
 from constmem.neural_processes import MODELS, TNPD, NeuralProcess, StoredPoints
 from constmem.plots import pyplot, save_figure
 

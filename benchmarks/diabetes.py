@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from record import save
+from record import provenance, save
 
-from constmem.bench.record import provenance
 from constmem.data import Table
-from constmem.evaluation.results import evaluate_run
+from constmem.evaluation.runs import evaluate_run
 from constmem.training.regression import train_table
 
 STEPS = 500  # a quarter of the recipe's, for a minute's work
@@ -52,8 +51,8 @@ def learned(table: Table, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         train_table(table, "cmanp-small", out=folder, steps=steps)
         row = evaluate_run(Path(folder), data_dir=None, device="cpu")
-    scores = row["scores"]["full"]
-    return {"steps": row["steps"], "rmse": scores["rmse"], "log_likelihood": scores["log_likelihood"]}
+    scores = row.scores["full"]
+    return {"steps": row.steps, "rmse": scores.rmse, "log_likelihood": scores.log_likelihood}
 
 
 def main() -> None:

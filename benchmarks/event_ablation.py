@@ -3,9 +3,10 @@
     python benchmarks/event_ablation.py taxi --device cuda --jobs 4 --seeds 0 1 2
     python benchmarks/event_ablation.py taxi --only faithful all gru gru-gap --steps 500
 
-The variants are the paper's CMHP, that with each option, all options, and all but each; THP and GRU with and
-without the mark head that sees the gap stand beside them. All are trained by one recipe. Rows are written to
-results/ablation-DATASET.json after every run, by validation NLL with the test's beside; what is there already
+The variants are the paper's CMHP (with 8 slots and 4 latents as by default, not 128: options alone differ),
+that with each option, all options, and all but each; THP and GRU with and without the mark head that sees
+the gap stand beside them. All are trained by one recipe. Rows are written to results/ablation-DATASET.json
+after every run, by validation NLL with the test's beside; what is there already
 is not done again, and a run that was stopped goes on from its checkpoint. event_ablation_picture.py draws
 the rows.
 """
@@ -27,7 +28,7 @@ import record
 import torch
 
 from constmem.core.names import known
-from constmem.evaluation.results import evaluate_run
+from constmem.evaluation.runs import evaluate_run
 from constmem.training.loop import Run, train
 from constmem.training.recipes import EVENTS, Recipe, changed, complete, recipe
 from constmem.training.variants import PLAIN_CMHP
@@ -83,7 +84,7 @@ class Job:
         train(run, out=self.folder, data_dir=self.data_dir, device=self.device, resume=True)
         metrics = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
         best = max(entry["validation"] for entry in metrics if "validation" in entry)
-        scored = evaluate_run(self.folder, data_dir=self.data_dir, device=self.device)
+        scored = evaluate_run(self.folder, data_dir=self.data_dir, device=self.device).content()
         return {"variant": self.variant, "validation_nll": -best, **scored}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import record
 from event_ablation import OPTIONS
 
-from constmem.evaluation.comparison import NAMES
+from constmem.data.catalogue import title_of
 from constmem.plots import BLUE, GREY, RED, pyplot, save_figure
 
 Rows = list[dict[str, Any]]
@@ -58,7 +58,7 @@ def picture(datasets: Sequence[str], path: Path) -> Path:
         axis.axvline(0, color="black", lw=0.8)
         axis.set_yticks(range(len(found)), [option.replace("_", " ") for option in found])
         axis.set_xlabel("nats an event that it saves in validation")
-        axis.set_title(NAMES[dataset], loc="left", fontsize=10)
+        axis.set_title(title_of(dataset), loc="left", fontsize=10)
         axis.grid(axis="x", alpha=0.25)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)

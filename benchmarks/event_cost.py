@@ -18,9 +18,8 @@ from itertools import chain
 from typing import Any
 
 import torch
-from record import RESULTS, save
+from record import RESULTS, peak, provenance, ratio, save, seconds, side_by_side
 
-from constmem.bench.record import peak, provenance, ratio, seconds, side_by_side
 from constmem.data import Events, Hawkes
 from constmem.plots import BLUE, GREY, RED, pyplot, save_figure
 from constmem.point_processes import CMHP, GRU, THP, EventState, PointProcess
@@ -95,7 +94,7 @@ def subjects(name: str, model: PointProcess[Any], events: Events) -> dict[int, S
 def repeated(state: EventState, times: int, last_time: torch.Tensor) -> EventState:
     """A state with its KV cache several times over."""
     memory = dict(state.memory)
-    memory |= {name: torch.cat([memory[name]] * times, 1) for name in ("cache", "mask")}
+    memory |= {name: torch.cat([memory[name]] * times, 1) for name in memory if name != "known"}
     return replace(state, memory=memory, count=state.count * times, last_time=last_time)
 
 
@@ -152,7 +151,7 @@ def main() -> None:
         "CMHP": CMHP(num_marks=2), "THP, recomputed": thp, "THP, KV cache": thp, "GRU": GRU(num_marks=2),
     }  # fmt: skip
     for model in models.values():
-        model.standardise(events.window(0, 1000))
+        model.set_scales(events.window(0, 1000))
         model.eval().requires_grad_(False)
     rows = []
     with torch.no_grad():

@@ -5,7 +5,9 @@ from typing import Any
 
 import record
 
-from constmem.evaluation.comparison import NAMES, Figure, compare, model_name
+from constmem.data.catalogue import title_of
+from constmem.evaluation.entries import compare
+from constmem.evaluation.rows import Figure, model_name, typed_rows
 
 REAL = ("taxi", "mooc", "reddit", "wiki", "taobao")
 MB = 1e6
@@ -18,13 +20,18 @@ def content(name: str) -> dict[str, Any]:
 
 
 def summary() -> str:
-    """NLL and accuracy of every model on every data set that was not simulated."""
-    found = {(entry.model, dataset): entry for dataset in REAL for entry in compare(content(dataset)["rows"])}
-    lines = [f"| NLL, accuracy | {' | '.join(NAMES[dataset] for dataset in REAL)} |"]
+    """NLL and accuracy of every model by each recipe on every data set that was not simulated."""
+    found = {
+        (entry.place[3:5], entry.recipe == "faithful", entry.model, dataset): entry
+        for dataset in REAL
+        for entry in compare(typed_rows(content(dataset)["rows"], dataset))
+    }
+    lines = [f"| NLL, accuracy | {' | '.join(title_of(dataset) for dataset in REAL)} |"]
     lines.append("|---" * (1 + len(REAL)) + "|")
-    for _, model in sorted({(entry.place[3:5], model) for (model, _), entry in found.items()}):
-        cells = (_both(found[model, name].scores["test"]) if (model, name) in found else "" for name in REAL)
-        lines.append(f"| {model_name(model)} | {' | '.join(cells)} |")
+    for own in sorted({key[:3] for key in found}):
+        cells = (_both(found[*own, name].scores["test"]) if (*own, name) in found else "" for name in REAL)
+        recipe = ", faithful recipe" if own[1] else ""
+        lines.append(f"| {model_name(own[2])}{recipe} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -38,7 +45,7 @@ def ablation(dataset: str) -> str:
     if not found["rows"]:
         return ""
     lines = [
-        f"### {NAMES.get(dataset, dataset)}, one option at a time",
+        f"### {title_of(dataset)}, one option at a time",
         "",
         "| variant | NLL, validation | NLL, test | time | mark | accuracy | given the gap | parameters | "
         "steps x batch | device | seeds |",
@@ -85,6 +92,19 @@ def costs() -> str:
             spread = f"{r['quartile_low']} to {r['quartile_high']}"
             lines.append(f"| {r['of']} | {r['ratio']} (quartiles {spread}) |")
     return "\n".join(lines)
+
+
+def claim() -> tuple[str, str, str, str]:
+    """The README's line: an update after many events, of CMHP and of a KV cache."""
+    found = content("event_cost")["rows"]
+    (ratio,) = (r for r in found if r["what"] == "ratio" and r["of"].endswith("THP with KV cache over CMHP"))
+    cells = [
+        f"{_time(r['update'])}, {_size(r['remembered'])}"
+        for model in ("CMHP", "THP, KV cache")
+        for r in found
+        if r["what"] == "cost" and (r["model"], r["events"]) == (model, 10**5)
+    ]
+    return ("update by one event after 100,000 (CMHP; THP with a KV cache)", *cells, f"{ratio['ratio']:.3g}x")
 
 
 def _size(count: int) -> str:

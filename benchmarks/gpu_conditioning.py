@@ -10,10 +10,10 @@ from unittest import mock
 
 import on_gpu
 import torch
+from literal import Literal
 from on_gpu import MODES, Row, extra, mode, ms, seconds
 from torch import Tensor
 
-from constmem.bench.literal import Literal
 from constmem.kernels import gpu
 
 DONE = 2 * (3 * 64 + 3 * 64**2 + 2 * 3072 * 64)  # operations of a point, with queries and values absorbed

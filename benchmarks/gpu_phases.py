@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import on_gpu
 import torch
+from literal import Literal
 from on_gpu import MODES, Row, extra, mode, ms, seconds
-
-from constmem.bench.literal import Literal
 
 
 def update() -> Iterator[Row]:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from constmem.bench.show import SIZES
+from bench import SIZES
 
 RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
@@ -158,6 +158,26 @@ def summary() -> list[str]:
     return [f"| *on {content('gpu')['device']}* | | |", *lines] if lines else []
 
 
+def claims() -> list[tuple[str, str, str, str]]:
+    """The README's lines: conditioning on a million points, and a step of training on them."""
+    by = {row["how"]: row for row in of("condition") if row["points"] == 10**6}
+    half, literal, fastest = (
+        by[how] for how in ("half", "literal, chunks of 16,384", "literal, tf32, at once")
+    )
+    steps = {row["how"]: row for row in of("steps", "gpu_training")
+             if (row["what"], row["points"]) == ("forward and backward", 10**6)}  # fmt: skip
+    own, dense = (
+        f"{_ms(steps[how])} ms, {steps[how]['extra_bytes'] / 1e9:.2g} GB" for how in ("half", "literal")
+    )
+    where = content("gpu")["device"].removeprefix("NVIDIA ")
+    return [
+        (f"the same on an {where}, half precision", f"{_ms(half)} ms",
+         f"{_ms(literal)} ms ({_ms(fastest)} in TF32)",
+         f"{half['times_the_literal']:.0f}x ({half['times_at_once_in_tf32']:.0f}x)"),
+        ("forward and backward through them", own, dense, f"{steps['half']['times_literal']:.1f}x"),
+    ]  # fmt: skip
+
+
 def whole_layers() -> str:
     """Forward and backward of layers as one operator each, and of PyTorch's operators."""
     found: dict[str, dict[str, Any]] = {}
@@ -176,7 +196,7 @@ def whole_layers() -> str:
 
 
 def bench() -> str:
-    """What `constmem bench` found on a CPU."""
+    """What `bench.py` found on a CPU."""
     lines = []
     for row in content("bench")["rows"]:
         ratio = f"{row['ratio']:g}x {row['against']}" if "ratio" in row else ""

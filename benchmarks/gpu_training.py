@@ -12,11 +12,11 @@ from unittest import mock
 
 import on_gpu
 import torch
+from literal import Literal
 from on_gpu import MODES, Row, extra, mode, ms, seconds
 from torch import Tensor
 
 from constmem import CMANP
-from constmem.bench.literal import Literal
 from constmem.kernels import gpu, gpu_fold
 from constmem.kernels.reference import absorb
 

@@ -17,12 +17,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from record import save
+from record import provenance, save
 from torch import Tensor, nn
 from training_step import milliseconds, our_step
 
 from constmem import CMANP
-from constmem.bench.record import provenance
 from constmem.core.layers import CrossAttention, FeedForward, SelfAttention
 from constmem.data import Task
 from constmem.kernels import layers

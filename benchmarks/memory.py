@@ -8,12 +8,11 @@ import argparse
 from collections.abc import Iterator
 
 import torch
-from record import RESULTS, save
+from literal import Literal
+from record import RESULTS, peak, provenance, save
 from torch import Tensor
 
 from constmem import CMANP
-from constmem.bench.literal import Literal
-from constmem.bench.record import peak, provenance
 from constmem.plots import pyplot, save_figure
 
 MB = 1e6

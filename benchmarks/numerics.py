@@ -7,11 +7,10 @@ import argparse
 
 import numpy as np
 import torch
-from record import save
+from literal import Literal, literal_rule
+from record import provenance, save
 
 from constmem import CMANP, AttentionState
-from constmem.bench.literal import Literal, literal_rule
-from constmem.bench.record import provenance
 
 SLOTS, CHANNELS = 32, 8
 

@@ -11,11 +11,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from record import RESULTS
+from record import RESULTS, provenance, write
 from torch import Tensor
 
 from constmem import CMANP, kernels
-from constmem.bench.record import provenance, write
 from constmem.kernels import gpu
 
 DEVICE = "cuda"

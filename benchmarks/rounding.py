@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from record import save
+from record import provenance, save
 from torch import Tensor
 
 from constmem import CMANP
-from constmem.bench.record import provenance
 from constmem.kernels import cpu
 
 Rounding = Callable[[Tensor], Tensor]

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import save
+from record import provenance, save
 
 from constmem import CMANP
-from constmem.bench.record import provenance
 from constmem.evaluation.points import evaluate
 from constmem.training.recipes import recipe
 from constmem.training.sources import open_source

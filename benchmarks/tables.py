@@ -15,7 +15,10 @@ import event_tables
 import gpu_tables
 
 from constmem.core.files import write_text
-from constmem.evaluation.comparison import NAMES, compare, markdown, model_name
+from constmem.data.catalogue import title_of
+from constmem.evaluation.entries import compare
+from constmem.evaluation.rows import model_name, typed_rows
+from constmem.evaluation.tables import markdown
 from constmem.training.recipes import EVENTS
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +61,41 @@ def measured() -> str:
     r = one["update by one point after 1e6 points and after 1e3"]
     lines.append(f"| time of an update after 1e6 points over that after 1e3 | {r['ratio']} | |")
     return "\n".join(lines + gpu_tables.summary())
+
+
+def claims() -> str:
+    """The six lines of the README, and how good the models are: figures beside their ratios."""
+    condition = next(r for r in rows("memory") if r["what"] == "condition" and r["points"] == 10**6)
+    by = {r["what"]: r for r in rows("update")}
+    once, many = by["update by one point"], by["condition on 1e6 points (literal: chunks of 1024)"]
+    lines = [("peak, conditioning on 1,000,000 points", f"{condition['peak'] / MB:.1f} MB",
+              f"{condition['peak_literal'] / MB:.0f} MB",
+              f"{condition['peak_literal'] / condition['peak']:.0f}x")]  # fmt: skip
+    for what, r in (("update by one point", once), ("condition on 1,000,000 points", many)):
+        own, literal = (_seconds(r["milliseconds"][who]) for who in ("constmem", "literal"))
+        lines.append((what, own, literal, f"{r['ratio']:.3g}x"))
+    lines += [*gpu_tables.claims(), event_tables.claim()]
+    table = ["|  |constmem|baseline|ratio|", "|---|---|---|---|", *(f"|{'|'.join(line)}|" for line in lines)]
+    return "\n".join([*table, "", _quality()])
+
+
+def _seconds(milliseconds: float) -> str:
+    return f"{milliseconds:.3g} ms" if milliseconds < 1000 else f"{milliseconds / 1000:.3g} s"
+
+
+def _quality() -> str:
+    """Where CMANP stands against the paper's own figures, above and below."""
+    parts = []
+    for dataset in ("emnist", "celeba32", "celeba128"):
+        wanted = ("cmanp", "improved")
+        (entry,) = (e for e in compare(typed_rows(rows(dataset), dataset)) if (e.model, e.recipe) == wanted)
+        for name, published in entry.published.items():
+            of = "" if name == "test" else f"{name} classes, "
+            parts.append(f"{entry.by_batch[name].mean:.2f} ({of}published {published:.2f})")
+    return (
+        f"CMANP's log-likelihood a pixel: EMNIST {parts[0]} and {parts[1]}; a seventh of CelebA's faces at "
+        f"32x32 {parts[2]}; an eighteenth of them at 128x128 {parts[3]}."
+    )
 
 
 def numbers() -> str:
@@ -145,14 +183,14 @@ def trained(dataset: str) -> str:
     if not path.exists():
         return ""
     content = json.loads(path.read_text())
-    parts = [markdown(compare(content["rows"])), f"`{content['command']}`"]
+    parts = [markdown(compare(typed_rows(content["rows"], path))), f"`{content['command']}`"]
     return "\n\n".join([*parts, *([content["note"]] if "note" in content else [])])
 
 
 def events(dataset: str) -> str:
     """The same of event models, under a heading of its own."""
     table = trained(dataset)
-    return f"### {NAMES.get(dataset, dataset)}\n\n{table}" if table else ""
+    return f"### {title_of(dataset)}\n\n{table}" if table else ""
 
 
 def optimisers() -> str:
@@ -205,9 +243,10 @@ def place(path: Path, name: str, table: str) -> str:
 def documents() -> Iterator[tuple[Path, str, str]]:
     """Every table: the page it is on, its name there, and what it should say."""
     docs = ROOT / "docs"
-    yield ROOT / "README.md", "measured", measured()
-    yield ROOT / "README.md", "reproduction", reproduction()
-    yield ROOT / "README.md", "events", event_tables.summary()
+    yield ROOT / "README.md", "measured", claims()
+    yield docs / "performance.md", "measured", measured()
+    yield docs / "reproduction.md", "reproduction", reproduction()
+    yield docs / "reproduction.md", "events", event_tables.summary()
     yield docs / "idea.md", "numbers", numbers()
     yield docs / "memory.md", "fused", complexity("fused")
     yield docs / "training.md", "optimisers", optimisers()

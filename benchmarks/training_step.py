@@ -12,12 +12,11 @@ import dataclasses
 import statistics
 
 import torch
-from record import save
+from benches import stepping
+from literal import Literal
+from record import provenance, save
 
 from constmem import CMANP
-from constmem.bench.benches import stepping
-from constmem.bench.literal import Literal
-from constmem.bench.record import provenance
 from constmem.data import Task
 from constmem.training import loop as train
 from constmem.training import recipes, sources

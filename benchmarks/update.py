@@ -7,12 +7,11 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from record import save
+from literal import Literal
+from record import provenance, ratio, save, side_by_side
 from torch import Tensor
 
 from constmem import CMANP
-from constmem.bench.literal import Literal
-from constmem.bench.record import provenance, ratio, side_by_side
 from constmem.kernels import cpu
 
 UPDATES = 20  # single-point updates a round

@@ -1,6 +1,5 @@
-"""The command line, `constmem demo | train | eval | table | plot | bench | data`; help is given at once."""
+"""The command line, `constmem demo | train | eval | table | plot | data`; help is given at once."""
 
-import json
 import os
 import shlex
 import sys
@@ -167,14 +166,14 @@ def evaluate(
 
     Runs that differ by seed alone are also given as the mean ± standard deviation over their seeds.
     """
-    from constmem.evaluation import comparison
-    from constmem.evaluation.results import evaluate_runs
+    from constmem.evaluation.rows import json_text
+    from constmem.evaluation.runs import evaluate_runs, over_seeds, print_runs
 
     found = evaluate_runs(runs, data_dir=data_dir, device=device)
     if as_json:
-        print(comparison.json_text(comparison.over_seeds(found)))
+        print(json_text(over_seeds(found)))
     else:
-        comparison.print_runs(found, runs)
+        print_runs(found, runs)
 
 
 @app.command()
@@ -192,17 +191,19 @@ def table(
     scores: Annotated[bool, typer.Option("--scores", help="RMSE, CRPS and 90 % coverage too.")] = False,
 ) -> None:
     """A table like the paper's: models against test sets, ours beside the published."""
-    from constmem.evaluation import comparison
+    from constmem.evaluation import tables
+    from constmem.evaluation.entries import compare
+    from constmem.evaluation.rows import read_rows
 
     paths = results or sorted(path.parent for path in Path("runs").glob("*/eval.json"))
     if not paths:
         raise ValueError("no scored runs in runs/: name run folders or JSON files, or run `eval` first")
-    entries = comparison.compare(comparison.read_rows(paths), dataset=dataset)
+    entries = compare(read_rows(paths), dataset=dataset)
     wants_json = as_json or (out is not None and out.suffix == ".json" and not as_markdown)
     if not (wants_json or as_markdown or out):
-        comparison.show(entries, scores=scores)
+        tables.show(entries, scores=scores)
         return
-    text = comparison.as_json(entries) if wants_json else comparison.markdown(entries, scores=scores)
+    text = tables.as_json(entries) if wants_json else tables.markdown(entries, scores=scores)
     if out is None:
         print(text)
     else:
@@ -220,30 +221,11 @@ def plot(
     device: Device = "cpu",
     data_dir: DataDir = None,
 ) -> None:
-    """Draw how runs learned, how calibrated they are, and what they complete, fit or foretell."""
+    """Draw how runs learned, how calibrated they are, and what they complete, fit or predict."""
     from constmem.evaluation.pictures import plot_runs
 
     for path in plot_runs(runs, out=out, data_dir=data_dir, device=device):
         print(path)
-
-
-@app.command()
-def bench(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(help="condition, update, query, train; all of them if none is given."),
-    ] = None,
-    device: Device = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print rows as JSON instead of tables.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, few rounds: under a minute.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the rows to this JSON file as they come.")] = None,
-) -> None:
-    """Measure on this machine: times side by side with the paper's algorithm and with fused baselines."""
-    from constmem.bench import bench as run
-
-    found = run(names or (), device=device, quick=quick, quiet=as_json, out=out)
-    if as_json:
-        print(json.dumps(found, indent=1))
 
 
 def main() -> None:

@@ -15,7 +15,8 @@ from torch.distributions import Distribution
 
 from constmem.core import checks
 from constmem.core.files import read_tensors, write_tensors
-from constmem.neural_processes import NeuralProcess, State
+from constmem.core.monoid import Monoid
+from constmem.neural_processes import NeuralProcess
 
 KIND, VERSION = "constmem.stream", 2
 
@@ -106,7 +107,7 @@ class Stream:
                 "alike; use forget=Window(points=...), or a model of constant memory"
             )
         self.model, self.forget = model, forget
-        self._parts: list[State] = [model.empty(batch)]  # oldest first; several only for a Window
+        self._parts: list[Monoid] = [model.empty(batch)]  # oldest first; several only for a Window
         self._filled = 0  # points in the newest bucket
         self._memory: Any = None  # what the model's `read` gave
 
@@ -217,9 +218,9 @@ class Stream:
         stream._filled = filled
         return stream
 
-    def _remembered(self, state: Any, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> State:
+    def _remembered(self, state: Any, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> Monoid:
         if self.forget is None:
-            updated: State = self.model.update(state, x, y, mask=mask, chunk=chunk)
+            updated: Monoid = self.model.update(state, x, y, mask=mask, chunk=chunk)
             return updated
         assert isinstance(self.forget, Decay)
         self.model._check(x, y, mask)
@@ -236,7 +237,7 @@ class Stream:
                 log_weight=(-self.forget.rate * steps).expand(xs.shape[0], -1),
             )
             state = state.decay(-self.forget.rate * xs.shape[1]).merge(part)
-        decayed: State = state.signed(self.model.fingerprint())
+        decayed: Monoid = state.signed(self.model.fingerprint())
         return decayed
 
     def _pieces(self, n: int) -> Iterator[tuple[int, int, int]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from constmem import CMANP
 from constmem.data import load_images
 from constmem.evaluation.demo import like_emnist
+from constmem.evaluation.pictures import completions
 from constmem.plots import completion_grid
 
 
@@ -16,7 +17,7 @@ def main(out: Path) -> Path:
     model = CMANP.from_pretrained("emnist")  # trained on EMNIST's digits
     digits = like_emnist(load_images("digits", split="test").pixels[3:5])  # scikit-learn's, never seen
     return completion_grid(
-        model, digits, (0, 10, 30, 60, 120, 250), out,
+        completions(model, digits, (0, 10, 30, 60, 120, 250)), digits, out,
         title="Digits of another data set, completed from a growing stream of pixels",
     )  # fmt: skip
 

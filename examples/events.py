@@ -49,7 +49,7 @@ def write_visits(path: Path, users: int = 300) -> Path:
 
 def fit(model: PointProcess, events: Events, steps: int) -> PointProcess:
     """Adam on batches of users, all prefixes of their events at once."""
-    model.standardise(events)
+    model.set_scales(events)
     generator = torch.Generator().manual_seed(0)
     optimiser = torch.optim.Adam(model.parameters(), lr=5e-3)
     rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)

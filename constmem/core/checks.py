@@ -1,6 +1,6 @@
 """Checks at the public border: what is wrong, where, and what to do about it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from itertools import chain
 from math import isfinite, sqrt
 
@@ -23,7 +23,7 @@ def finite(
     """
     limit = torch.finfo(tensor.dtype).max if taken is None else largest(taken.dtype)
     taken = tensor if taken is None else taken
-    if torch.compiler.is_compiling() or _fits(taken, limit):
+    if traced() or _fits(taken, limit):
         return
     good = taken.abs() <= limit
     if mask is not None:
@@ -51,7 +51,8 @@ def _fits(tensor: Tensor, limit: float) -> bool:
     if tensor.numel() <= FEW:
         every = chain.from_iterable(chain.from_iterable(tensor.tolist()))
         return all(-limit <= v <= limit for v in every)  # on a GPU, too: copied in the time a sum would be
-    return bool(_squares(tensor).item() <= limit**2)
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return bool(_squares(tensor).item() <= min(limit * limit, torch.finfo(wide).max))  # limit**2 may overflow
 
 
 def _squares(tensor: Tensor) -> Float[Tensor, ""]:
@@ -62,7 +63,7 @@ def _squares(tensor: Tensor) -> Float[Tensor, ""]:
 
 def surely_finite(*tensors: Tensor) -> bool:
     """Whether all their squares add up to little, as none with NaN or huge ones do: one wait for a GPU."""
-    if torch.compiler.is_compiling():
+    if traced():
         return True
     if len(tensors) == 1 and tensors[0].numel() <= FEW:
         return _fits(tensors[0], largest(tensors[0].dtype))
@@ -78,6 +79,38 @@ def first_not_finite(named: Mapping[str, Tensor]) -> str | None:
     where = named[names[0]].device
     good = torch.stack([named[name].isfinite().all().to(where, non_blocking=True) for name in names])
     return next((name for name, fine in zip(names, good.tolist(), strict=True) if not fine), None)
+
+
+def traced(device: torch.device | None = None) -> bool:
+    """Whether numbers cannot be looked at: a compiler, a function transform or a capture is at work."""
+    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+        return True
+    return device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def all_finite(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor with NaN or infinity in it."""
+    if not traced() and not bool(tensor.isfinite().all()):
+        raise ValueError(f"{name} must be finite, not {tensor.detach().flatten()[:5].tolist()}")
+
+
+def named(found: Mapping[str, Tensor], needed: Set[str], allowed: Set[str] = frozenset()) -> None:
+    """Refuse tensors of a file that are missing or unknown."""
+    if missing := needed - found.keys():
+        raise ValueError(f"lacks {sorted(missing)}")
+    if unknown := found.keys() - needed - allowed:
+        raise ValueError(f"holds {sorted(unknown)[:5]}, which nobody knows")
+
+
+def remembered(found: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that cannot be a state's: of different batches, not finite, or with counts below 0."""
+    if len({tensor.shape[:1] for tensor in found.values()}) != 1:
+        raise ValueError("holds tensors of different batches")
+    if (bad := first_not_finite(found)) is not None:
+        raise ValueError(f"holds a {bad} with NaN or infinity in it")
+    count = found.get("count")
+    if count is not None and (count.dtype != torch.int64 or bool((count < 0).any())):
+        raise ValueError("holds counts that are no whole numbers of at least 0")
 
 
 def tensors(**given: object) -> None:
@@ -169,7 +202,7 @@ def alike(verb: str, mine: Tensor, theirs: Tensor, fingerprints: tuple[str | Non
             "model and batch, in one precision on one device (state.to moves one)"
         )
     own, other = fingerprints
-    if None not in fingerprints and own != other:
+    if own and other and own != other:
         raise ValueError(
             f"cannot {verb} states made by different weights ({own} and {other}): observe the data again "
             "with one model"

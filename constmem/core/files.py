@@ -1,9 +1,12 @@
-"""Writing files so that a crash, a full disk or Ctrl-C never leaves half of one behind."""
+"""Files that are whole or not there: atomic writing, checksums, clear errors of damage."""
 
+import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -12,15 +15,36 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as _to_bytes
 from torch import Tensor
 
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
 
-def write_bytes(path: str | os.PathLike[str], content: bytes) -> Path:
-    """Write `content` under a temporary name beside `path`, then rename it into place."""
+CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})"')
+BLANK = b"0" * 64  # what the checksum is while it is computed
+LONGEST_JSON = 2**24  # bytes; those of a model take hundreds
+LARGEST_SIZE = 2**48  # of one axis of a tensor, as those of tensors without numbers are not bounded by a file
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes | bytearray) -> Path:
+    """Write `content` under a temporary name beside `path`, then rename it into place.
+
+    A link goes on pointing where it does, and a file that is replaced hands on its mode. What writers of this
+    file that were killed have left is deleted.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
+    target = Path(os.path.realpath(path)) if path.is_symlink() else path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    clear_unfinished(target.parent, target.name)
+    temporary, handle = _new_file(target)
     try:
-        _write_new(temporary, content)
-        temporary.replace(path)
+        with os.fdopen(handle, "wb") as file:  # locked until it is closed, so that nobody clears it
+            if target.is_file():
+                temporary.chmod(target.stat().st_mode & 0o7777)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            temporary.replace(target)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):  # whose message names the file, then: the one that was meant
@@ -29,19 +53,46 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> Path:
     return path
 
 
-def _write_new(path: Path, content: bytes) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the user's umask
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+def _new_file(target: Path) -> tuple[Path, int]:
+    """A new, empty, locked file beside `target`, of a name that `clear_unfinished` knows."""
+    while True:
+        path = target.with_name(f".{target.name}.{uuid4().hex}")
+        try:
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the user's umask
+        except OSError as error:
+            error.filename = str(target)
+            raise
+        if _locked(handle) and os.fstat(handle).st_nlink:
+            return path, handle
+        os.close(handle)  # somebody took it for one that was left, before it was locked
 
 
-def clear_unfinished(folder: Path) -> None:
-    """Delete what a process that was killed while it wrote has left: temporary files of `write_bytes`."""
-    for path in folder.glob(".*"):
-        if re.fullmatch(r"\..+\.[0-9a-f]{32}", path.name):
-            path.unlink(missing_ok=True)
+def _locked(handle: int) -> bool:
+    """Whether a file could be locked; the lock ends with the process, however that ends."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def clear_unfinished(folder: Path, name: str | None = None) -> None:
+    """Delete temporary files of `write_bytes` (for one file, or all) that no process is writing."""
+    own = r".+" if name is None else re.escape(name)
+    for entry in os.scandir(folder):
+        if not re.fullmatch(rf"\.{own}\.[0-9a-f]{{32}}", entry.name):
+            continue
+        with contextlib.suppress(OSError):  # another process was faster, or it is somebody else's
+            handle = os.open(entry.path, os.O_RDWR)
+            try:
+                if _locked(handle):
+                    Path(entry.path).unlink()
+            finally:
+                os.close(handle)
 
 
 def write_text(path: str | os.PathLike[str], content: str) -> Path:
@@ -50,16 +101,22 @@ def write_text(path: str | os.PathLike[str], content: str) -> Path:
 
 
 def write_tensors(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict[str, str]) -> Path:
-    """Write tensors and a header of strings as one safetensors file."""
+    """Write tensors and a header of strings as one safetensors file, with a checksum of all of it."""
     plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    return write_bytes(path, _to_bytes(plain, metadata=header))
+    content = bytearray(_to_bytes(plain, metadata=header | {"checksum": BLANK.decode()}))
+    place = CHECKSUM.search(content, 8)
+    assert place is not None
+    content[place.start(1) : place.end(1)] = hashlib.sha256(content).hexdigest().encode()
+    return write_bytes(path, content)
 
 
 def read_json(path: Path, advice: str) -> Any:
     """What a JSON file holds; of one that is damaged, the error says which, and what is advised."""
+    if (size := path.stat().st_size) > LONGEST_JSON:
+        raise ValueError(f"{path} is damaged or of another kind ({size:,} bytes are too many): {advice}")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, or no text at all
+    except (ValueError, RecursionError) as error:  # no JSON, no text at all, or lists in lists without end
         raise ValueError(f"{path} is damaged or of another kind ({error}): {advice}") from error
 
 
@@ -78,21 +135,37 @@ def advice_on(error: OSError) -> str:
 
 
 def read_tensors(
-    path: str | os.PathLike[str], *, kind: str, version: int
+    path: str | os.PathLike[str], *, kind: str, version: int, sha256: str | None = None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read what `write_tensors` wrote, and refuse anything that is not a `kind` of a known version."""
+    """Read what `write_tensors` wrote; what is damaged or not a `kind` of a known version is refused.
+
+    Args:
+        sha256: of a file that holds no checksum of its own, from where that is known.
+    """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}: expected a {kind} written by constmem")
     try:
         with safe_open(path, framework="pt") as file:
             header = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+            _require_kind(path, header, kind, version)
+            _require_whole(path, header.pop("checksum", sha256), kind)
+            names = file.keys()
+            for name in names:
+                if max(file.get_slice(name).get_shape(), default=0) > LARGEST_SIZE:
+                    raise ValueError(
+                        f"{path} is damaged: the size of {name!r} is absurd; write the {kind} again"
+                    )
+            tensors = {name: file.get_tensor(name).clone() for name in names}  # which do not need the file
+    except (SafetensorError, OSError, RuntimeError) as error:
         raise ValueError(
             f"{path} is not a readable safetensors file ({error}): it is cut short or of another "
             f"format; write the {kind} again"
         ) from error
+    return tensors, header
+
+
+def _require_kind(path: Path, header: dict[str, str], kind: str, version: int) -> None:
     if header.get("format") != kind:
         raise ValueError(
             f"{path} is a safetensors file, but holds {header.get('format', 'no constmem header')!r} "
@@ -104,4 +177,28 @@ def read_tensors(
             f"{path} is a {kind} of format version {found}; this constmem reads version {version}: "
             "install the constmem that wrote it, or write it again"
         )
-    return tensors, header
+
+
+def _require_whole(path: Path, expected: str | None, kind: str) -> None:
+    """Refuse a file whose bytes are not those that were written; warn if nobody knows."""
+    if expected is None:
+        warnings.warn(
+            f"{path} has no checksum, as older versions wrote none: damage to it goes unnoticed; "
+            f"write the {kind} again to add one",
+            stacklevel=4,
+        )
+        return
+    with path.open("rb") as file:
+        start = file.read(8)
+        start += file.read(int.from_bytes(start, "little"))  # the header; safetensors has checked its length
+        place = CHECKSUM.search(start, 8)
+        if place is not None:
+            start = start[: place.start(1)] + BLANK + start[place.end(1) :]
+        digest = hashlib.sha256(start)
+        while block := file.read(2**20):
+            digest.update(block)
+    if digest.hexdigest() != expected:
+        raise ValueError(
+            f"{path} is damaged: its checksum is not that of what it holds; take a copy of it, or write the "
+            f"{kind} again"
+        )

@@ -20,7 +20,7 @@ SHIPPED = {
     path.parent.name: path.parent for path in Path(__file__).parents[1].glob("pretrained/*/config.json")
 }
 KIND, VERSION = "constmem.model", 1
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG, WEIGHTS, ABOUT = "config.json", "model.safetensors", "about.json"
 AnyModel = TypeVar("AnyModel", bound="Model")
 
 
@@ -28,10 +28,12 @@ class Model(nn.Module, ABC):
     """The settings and weights of a model; a folder holds them as `config.json` and `model.safetensors`."""
 
     name: ClassVar[str]
+    older: ClassVar[Mapping[str, Any]] = {}  # settings that earlier versions did not write, as they were then
 
     def __init__(self, *, config: dict[str, Any]) -> None:
         super().__init__()
         self.config = config
+        self.domain: dict[str, list[list[float]]] = {}  # low and high of each channel it was trained on
         self._signature: tuple[Snapshot, str] | None = None
         self._where: Tensor
         self.register_buffer("_where", torch.empty(0), persistent=False)
@@ -71,9 +73,9 @@ class Model(nn.Module, ABC):
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write `config.json` and `model.safetensors` into a folder."""
-        header = {"format": KIND, "version": str(VERSION)}
-        write_tensors(Path(folder) / WEIGHTS, self.state_dict(), header)
         content = {"model": self.name, "config": self.config}
+        header = {"format": KIND, "version": str(VERSION), "config": _digest(content)}
+        write_tensors(Path(folder) / WEIGHTS, self.state_dict(), header)
         write_text(Path(folder) / CONFIG, json.dumps(content, indent=2) + "\n")
 
     @classmethod
@@ -92,14 +94,20 @@ class Model(nn.Module, ABC):
         if str(folder) in SHIPPED and not _holds_model(Path(folder)):
             folder = SHIPPED[str(folder)]
         where = None if device is None else checks.device(device)
-        path = Path(folder) / CONFIG
-        name, config = _read_config(path)
-        kind = cls._named(name, folder)
+        path, about = Path(folder) / CONFIG, _read_about(Path(folder))
+        content = _read_config(path)
+        kind = cls._named(content["model"], folder)
+        known = about.get("sha256", {})
+        tensors, header = read_tensors(
+            Path(folder) / WEIGHTS, kind=KIND, version=VERSION, sha256=known.get("weights")
+        )
+        if (digest := _digest(content)) != header.get("config", known.get("config", digest)):
+            raise ValueError(f"{path} is not the one that was saved with these weights: save the model again")
+        _require_sound(Path(folder), content["config"], tensors)
         try:
-            model = kind(**config)
+            model = kind(**content["config"])
         except TypeError as error:
             raise ValueError(f"{path} has settings that {kind.__name__} does not know: {error}") from error
-        tensors, _ = read_tensors(Path(folder) / WEIGHTS, kind=KIND, version=VERSION)
         try:
             model._load(tensors)
         except (RuntimeError, TypeError) as error:
@@ -107,6 +115,7 @@ class Model(nn.Module, ABC):
                 f"the weights in {folder} do not fit its config.json, so one of both is of "
                 f"another model: {misfit(error)}"
             ) from error
+        model.domain = about.get("domain", {})
         return model.eval() if where is None else model.eval().to(where)
 
     @classmethod
@@ -133,6 +142,14 @@ class Model(nn.Module, ABC):
         self.to(next((tensor.dtype for tensor in own), self.dtype))
         self.load_state_dict(dict(tensors))
 
+    def _signed(self, state: Any) -> Any:
+        """Name the weights that made a state, in training too: they have another name after each step."""
+        return state if checks.traced(self.device) else state.signed(self._name_of_weights())
+
+    def _name_of_weights(self) -> str | None:
+        """What states are signed with; None where they depend on no weights."""
+        return self.fingerprint()
+
     def _require_made_here(self, state: Any) -> None:
         """Refuse a state on another device, or made by other weights."""
         device = self.device
@@ -140,17 +157,17 @@ class Model(nn.Module, ABC):
             raise ValueError(
                 f"the state is on {state.device}, the model on {device}: use state.to({str(device)!r})"
             )
-        if torch.compiler.is_compiling() or state.fingerprint is None:
+        if not state.fingerprint or checks.traced(device):  # nobody knows, or it has seen nothing
             return
-        if not self._learns() and state.fingerprint != self.fingerprint():
+        if state.fingerprint != (own := self.fingerprint()):
             raise ValueError(
                 f"this state was made by other weights (fingerprint {state.fingerprint}, this model "
-                f"{self.fingerprint()}): condition again with this model"
+                f"{own}): condition again with this model"
             )
 
     def _weights_of(self, state: Any) -> object:
         """What `_require_made_here` has just known the weights by: one object while they are the same."""
-        if torch.compiler.is_compiling() or state.fingerprint is None or self._signature is None:
+        if not state.fingerprint or self._signature is None or checks.traced(self.device):
             return None
         return self._signature[0]
 
@@ -162,7 +179,8 @@ def _holds_model(folder: Path) -> bool:
     return all((folder / name).is_file() for name in (CONFIG, WEIGHTS))
 
 
-def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
+def _read_config(path: Path) -> dict[str, Any]:
+    """The name of a model and its config."""
     if not path.is_file():
         raise FileNotFoundError(
             f"there is no {path}: from_pretrained needs a folder that save_pretrained wrote (as a run does "
@@ -170,13 +188,41 @@ def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
         )
     content = read_json(path, "save the model again")
     fields = content if isinstance(content, dict) else {}
-    name, config = fields.get("model"), fields.get("config")
-    if not isinstance(name, str) or not isinstance(config, dict):
+    if not isinstance(fields.get("model"), str) or not isinstance(fields.get("config"), dict):
         raise ValueError(
             f"{path} is damaged or of another kind: it does not hold the name of a model and its config; "
             "save the model again"
         )
-    return name, config
+    return fields
+
+
+def _read_about(folder: Path) -> dict[str, Any]:
+    """What is known of weights that come with the package: their checksums, what they were trained on."""
+    if folder not in SHIPPED.values():
+        return {}
+    about: dict[str, Any] = read_json(folder / ABOUT, "install constmem again")
+    return about
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    """A checksum of a config, however its file is laid out."""
+    fields = {key: content[key] for key in ("model", "config")}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _require_sound(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse weights that are not finite, and settings far beyond them, before anything is built by those."""
+    if (bad := checks.first_not_finite(tensors)) is not None:
+        raise ValueError(f"the weights in {folder} are damaged: {bad} holds NaN or infinity; save them again")
+    widest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
+    limits = {"seed": 2**64, "num_samples": 2**16, "num_train_samples": 2**16}
+    for name, value in config.items():
+        limit = limits.get(name, len(tensors) if name.endswith("depth") else max(widest, 512))
+        if isinstance(value, int | float) and not -limit <= value <= limit:
+            raise ValueError(
+                f"{folder / CONFIG} is damaged: {name} is {value}, far beyond what the weights beside it can "
+                "be of; save the model again"
+            )
 
 
 def misfit(error: Exception) -> str:

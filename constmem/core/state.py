@@ -1,6 +1,5 @@
 """`AttentionState` and its verbs: observe, merge, remove, empty, decay, scan (formulas: `algebra`)."""
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -13,20 +12,18 @@ from torch import Tensor
 from constmem import kernels
 from constmem.core import algebra, checks
 from constmem.core.algebra import EMPTY, accumulator, bias_of, is_nothing, settle
-from constmem.core.files import read_tensors, write_tensors
-
-VERSION = 1
+from constmem.core.monoid import NOTHING, Monoid
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionState:
+class AttentionState(Monoid):
     """All that must be remembered of a set of points seen by fixed queries; immutable, mergeable.
 
     Attributes:
         value: (b, *h, s, c) what each slot reads from the points; 0 where nothing was seen.
         lse: (b, *h, s) natural logarithm of each slot's softmax normaliser; `EMPTY` for nothing.
         count: (b,) number of points seen.
-        fingerprint: which weights made this state; None when unknown (or still being trained).
+        fingerprint: which weights made this state; `NOTHING` of nothing seen, None when nobody knows.
         low: what float32 could not hold of value and lse, on devices without float64.
 
     Example:
@@ -40,6 +37,8 @@ class AttentionState:
 
     AXES: ClassVar[str] = "(depth, heads, slots, channels)"
     KIND: ClassVar[str] = "constmem.state"
+    LEAD: ClassVar[str] = "value"
+    NAMES: ClassVar[tuple[str, ...]] = ("value", "lse", "value_low", "lse_low")
     WEIGHTED: ClassVar[bool] = True
 
     value: Float[Tensor, "b *h s c"]
@@ -97,7 +96,7 @@ class AttentionState:
             torch.zeros(*shape, channels, dtype=dtype, device=device),
             torch.full(shape, EMPTY, dtype=dtype, device=device),
             torch.zeros(shape[0], dtype=torch.int64, device=device),
-        )
+        ).signed(NOTHING)
 
     @staticmethod
     def scan(
@@ -137,7 +136,7 @@ class AttentionState:
         if drift is not None:
             drift = drift[0].flatten(0, -2), drift[1]
         scanned = algebra.scan(q.flatten(0, -3), k, v, bias, carry, drift, chunk=chunk, paired=paired)
-        return _made((t.unflatten(2, heads) for t in scanned), counts)
+        return _of((t.unflatten(2, heads) for t in scanned), counts)
 
     def merge(self, other: "AttentionState") -> "AttentionState":
         """The state of both sets of points together; associative and commutative, `empty` its identity."""
@@ -147,10 +146,10 @@ class AttentionState:
 
     def _joined(self, other: "AttentionState") -> "AttentionState":
         count = self.count + other.count
-        fingerprint = self.fingerprint or other.fingerprint
+        fingerprint = self.signature_with(other)
         if self.low is None or other.low is None:
-            return _made(algebra.merge(self.value, self.lse, other.value, other.lse), count, fingerprint)
-        return _made(algebra.merge_pairs(*self._tensors, *other._tensors), count, fingerprint)
+            return _of(algebra.merge(self.value, self.lse, other.value, other.lse), count, fingerprint)
+        return _of(algebra.merge_pairs(*self._tensors, *other._tensors), count, fingerprint)
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
@@ -161,7 +160,7 @@ class AttentionState:
         """The state without points it has seen: undoes `merge` with `other`.
 
         What a slot keeps is known to about 1e-6 / (1 - share) of itself, where share is the part of
-        the slot's normaliser that goes: a share above `max_share` is refused.
+        the slot's normaliser that goes: a share above `max_share`, or of 1, is refused.
         """
         checks.state("remove", self, other)
         checks.alike("remove", self.value, other.value, (self.fingerprint, other.fingerprint))
@@ -179,15 +178,15 @@ class AttentionState:
             )
         share = gap.exp().clamp_max(1.0)
         worst = float(torch.where(gone, 0.0, share).detach().max())
-        if worst > max_share:
+        if worst > max_share or worst == 1.0:  # all of it, as far as float64 can say: nothing is left to know
             raise ValueError(
-                f"the points to remove hold {worst:.6f} of a slot's normaliser, more than "
-                f"max_share={max_share}: what would remain cancels to rounding error; condition again on "
-                "the points to keep, or allow a larger max_share"
+                f"the points to remove hold {worst:.6f} of a slot's normaliser (max_share={max_share}): what "
+                "would remain cancels to rounding error; condition again on the points to keep"
+                + (", or allow a larger max_share and less precision" if worst < 1.0 else "")
             )
         value, lse = algebra.remove(self.value, self.lse, other.value, torch.where(gone, 0.0, share))
         left_over = value.masked_fill(gone[..., None], 0.0), lse.masked_fill(gone, EMPTY)
-        return AttentionState(*left_over, left, self.fingerprint)
+        return AttentionState(*left_over, left, self.signature_with(other))
 
     def decay(self, log_weight: float | Tensor) -> "AttentionState":
         """Multiply the weight of every point seen by exp(log_weight): negative forgets.
@@ -195,6 +194,7 @@ class AttentionState:
         Values stay: only how much they count against points still to come changes.
         """
         if isinstance(log_weight, Tensor):
+            checks.all_finite("log_weight", log_weight)
             shift = log_weight.to(self.lse.dtype).reshape(-1, *[1] * (self.lse.ndim - 1))
         elif isfinite(log_weight):
             shift = torch.tensor(log_weight, dtype=self.lse.dtype, device=self.lse.device)
@@ -220,69 +220,37 @@ class AttentionState:
         elif self.low is None and dtype == torch.float32:
             tensors = algebra.pairs(*tensors)
         moved = (t.to(dtype).to(target) for t in tensors)
-        return _made(moved, self.count.to(target), self.fingerprint)
-
-    def detach(self) -> "AttentionState":
-        """The same state cut off from the graph that computed it."""
-        return _made((t.detach() for t in self._tensors), self.count, self.fingerprint)
-
-    def signed(self, fingerprint: str) -> "AttentionState":
-        """The same state with the name of the weights that made it."""
-        return replace(self, fingerprint=fingerprint)
+        return _of(moved, self.count.to(target), self.fingerprint)
 
     @property
     def layout(self) -> tuple[int, ...]:
         """The shape of its value, but for the batch."""
         return self.value.shape[1:]
 
-    @property
-    def batch(self) -> int:
-        """How many tasks it is the state of."""
-        return self.value.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        """Where its tensors are."""
-        return self.value.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes remembered: the same whatever the number of points seen."""
-        return self.count.nbytes + sum(t.nbytes for t in self._tensors)
-
     def tensors(self) -> dict[str, Tensor]:
         """All it is made of, by name."""
-        names = "value", "lse", "value_low", "lse_low"
-        return {**dict(zip(names, self._tensors, strict=False)), "count": self.count}
+        return {**dict(zip(self.NAMES, self._tensors, strict=False)), "count": self.count}
 
-    @staticmethod
-    def of_tensors(tensors: dict[str, Tensor], fingerprint: str | None = None) -> "AttentionState":
-        """The state made of these."""
-        missing = {"value", "lse", "count"} - tensors.keys()
-        value, lse = (tensors.get(name, torch.empty(0)) for name in ("value", "lse"))
-        if missing or value.shape[:-1] != lse.shape or value.dtype != lse.dtype:
-            what = f"lacks {sorted(missing)}" if missing else "holds a value and an lse that do not fit"
-            raise ValueError(what)
-        low = (tensors["value_low"], tensors["lse_low"]) if "value_low" in tensors else None
-        return AttentionState(tensors["value"], tensors["lse"], tensors["count"], fingerprint, low)
+    @classmethod
+    def _made(cls, tensors: dict[str, Tensor], fingerprint: str | None) -> "AttentionState":
+        value, lse, *low, count = (tensors[name] for name in (*cls.NAMES, "count") if name in tensors)
+        return cls(value, lse, count, fingerprint, (low[0], low[1]) if low else None)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state, atomically, as a safetensors file with a versioned header."""
-        header = {"format": self.KIND, "version": str(VERSION), "fingerprint": self.fingerprint or ""}
-        write_tensors(path, self.tensors(), header)
-
-    @staticmethod
-    def load(path: str | os.PathLike[str], device: torch.device | str | None = None) -> "AttentionState":
-        """Read a state that `save` wrote."""
-        tensors, header = read_tensors(path, kind=AttentionState.KIND, version=VERSION)
-        try:
-            state = AttentionState.of_tensors(tensors, header["fingerprint"] or None)
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged: it {error}; save the state again") from error
-        return state if device is None else state.to(device)
+    @classmethod
+    def _require(cls, tensors: dict[str, Tensor]) -> None:
+        paired = "value_low" in tensors or "lse_low" in tensors
+        checks.named(tensors, {*(cls.NAMES if paired else cls.NAMES[:2]), "count"})
+        value, lse, count = (tensors[name] for name in ("value", "lse", "count"))
+        dtype = torch.float32 if paired else value.dtype
+        for name, like in zip(cls.NAMES, (value, lse, value, lse), strict=True):
+            other = tensors.get(name, like)
+            if other.shape != like.shape or other.dtype != dtype or not dtype.is_floating_point:
+                raise ValueError(f"holds a {name} that does not fit: {tuple(other.shape)} {other.dtype}")
+        if value.ndim < 3 or value.shape[:-1] != lse.shape or count.shape != value.shape[: count.ndim]:
+            raise ValueError("holds a value, an lse and a count that do not fit each other")
 
 
-def _made(tensors: Iterable[Tensor], count: Tensor, fingerprint: str | None = None) -> AttentionState:
+def _of(tensors: Iterable[Tensor], count: Tensor, fingerprint: str | None = None) -> AttentionState:
     """A state of what `AttentionState._tensors` gives."""
     value, lse, *low = tensors
     return AttentionState(value, lse, count, fingerprint, (low[0], low[1]) if low else None)

@@ -1,72 +1,93 @@
 """Data: tasks of Gaussian processes, images and tables, event sequences, and where they come from."""
 
-from constmem.data.account import Account, account
-from constmem.data.augment import augmented
-from constmem.data.catalogue import DataSet, known
-from constmem.data.event_files import load_events, read_easytpp, read_event_csv, read_event_parquet
-from constmem.data.event_log import EventLog
-from constmem.data.gp import (
-    GaussianProcess,
-    Kernel,
-    draw_gp,
-    gp_evaluation_tasks,
-    gp_tasks,
-    static_gp_tasks,
-)
-from constmem.data.images import Images, hold_out, load_images
-from constmem.data.packs import Listing, MissingDataError, hints, listing
-from constmem.data.pixels import evaluation_tasks, image_points, image_tasks, static_image_tasks
-from constmem.data.prepare import prepare_celeba, prepare_emnist
-from constmem.data.prepare_events import prepare_easytpp, prepare_jodie
-from constmem.data.rows import TableTasks
-from constmem.data.simulate import Hawkes, Poisson, Process, Renewal, SelfCorrecting
-from constmem.data.sizes import draw_sizes
-from constmem.data.table import Table
-from constmem.data.task import Task
-from constmem.point_processes.events import EventLogProb, Events, bucketed
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "Account",
-    "DataSet",
-    "EventLog",
-    "EventLogProb",
-    "Events",
-    "GaussianProcess",
-    "Hawkes",
-    "Images",
-    "Kernel",
-    "Listing",
-    "MissingDataError",
-    "Poisson",
-    "Process",
-    "Renewal",
-    "SelfCorrecting",
-    "Table",
-    "TableTasks",
-    "Task",
-    "account",
-    "augmented",
-    "bucketed",
-    "draw_gp",
-    "draw_sizes",
-    "evaluation_tasks",
-    "gp_evaluation_tasks",
-    "gp_tasks",
-    "hints",
-    "hold_out",
-    "image_points",
-    "image_tasks",
-    "known",
-    "listing",
-    "load_events",
-    "load_images",
-    "prepare_celeba",
-    "prepare_easytpp",
-    "prepare_emnist",
-    "prepare_jodie",
-    "read_easytpp",
-    "read_event_csv",
-    "read_event_parquet",
-    "static_gp_tasks",
-    "static_image_tasks",
-]
+if TYPE_CHECKING:
+    from constmem.data.account import Account as Account
+    from constmem.data.account import account as account
+    from constmem.data.augment import augmented as augmented
+    from constmem.data.catalogue import DATASETS as DATASETS
+    from constmem.data.catalogue import PACKS as PACKS
+    from constmem.data.catalogue import DataSet as DataSet
+    from constmem.data.catalogue import Pack as Pack
+    from constmem.data.event_files import load_events as load_events
+    from constmem.data.event_files import read_easytpp as read_easytpp
+    from constmem.data.event_files import read_event_csv as read_event_csv
+    from constmem.data.event_files import read_event_parquet as read_event_parquet
+    from constmem.data.event_log import EventLog as EventLog
+    from constmem.data.gp import GaussianProcess as GaussianProcess
+    from constmem.data.gp import Kernel as Kernel
+    from constmem.data.gp import draw_gp as draw_gp
+    from constmem.data.gp import gp_evaluation_tasks as gp_evaluation_tasks
+    from constmem.data.gp import gp_tasks as gp_tasks
+    from constmem.data.gp import static_gp_tasks as static_gp_tasks
+    from constmem.data.hawkes import Hawkes as Hawkes
+    from constmem.data.hawkes import simulated as simulated
+    from constmem.data.images import Images as Images
+    from constmem.data.images import hold_out as hold_out
+    from constmem.data.images import load_images as load_images
+    from constmem.data.packs import Listing as Listing
+    from constmem.data.packs import MissingDataError as MissingDataError
+    from constmem.data.packs import hints as hints
+    from constmem.data.packs import listing as listing
+    from constmem.data.pixels import evaluation_tasks as evaluation_tasks
+    from constmem.data.pixels import image_points as image_points
+    from constmem.data.pixels import image_tasks as image_tasks
+    from constmem.data.pixels import static_image_tasks as static_image_tasks
+    from constmem.data.prepare import prepare_celeba as prepare_celeba
+    from constmem.data.prepare import prepare_emnist as prepare_emnist
+    from constmem.data.prepare_events import prepare_easytpp as prepare_easytpp
+    from constmem.data.prepare_events import prepare_jodie as prepare_jodie
+    from constmem.data.process import Process as Process
+    from constmem.data.rows import TableTasks as TableTasks
+    from constmem.data.simulate import Poisson as Poisson
+    from constmem.data.simulate import Renewal as Renewal
+    from constmem.data.simulate import SelfCorrecting as SelfCorrecting
+    from constmem.data.sizes import draw_sizes as draw_sizes
+    from constmem.data.table import Table as Table
+    from constmem.data.task import Task as Task
+    from constmem.point_processes.events import EventLogProb as EventLogProb
+    from constmem.point_processes.events import Events as Events
+    from constmem.point_processes.events import bucketed as bucketed
+
+_HOMES = {
+    "constmem.data.account": ("Account", "account"),
+    "constmem.data.augment": ("augmented",),
+    "constmem.data.catalogue": ("DATASETS", "PACKS", "DataSet", "Pack"),
+    "constmem.data.event_files": ("load_events", "read_easytpp", "read_event_csv", "read_event_parquet"),
+    "constmem.data.event_log": ("EventLog",),
+    "constmem.data.gp": (
+        "GaussianProcess",
+        "Kernel",
+        "draw_gp",
+        "gp_evaluation_tasks",
+        "gp_tasks",
+        "static_gp_tasks",
+    ),
+    "constmem.data.hawkes": ("Hawkes", "simulated"),
+    "constmem.data.images": ("Images", "hold_out", "load_images"),
+    "constmem.data.packs": ("Listing", "MissingDataError", "hints", "listing"),
+    "constmem.data.pixels": ("evaluation_tasks", "image_points", "image_tasks", "static_image_tasks"),
+    "constmem.data.prepare": ("prepare_celeba", "prepare_emnist"),
+    "constmem.data.prepare_events": ("prepare_easytpp", "prepare_jodie"),
+    "constmem.data.process": ("Process",),
+    "constmem.data.rows": ("TableTasks",),
+    "constmem.data.simulate": ("Poisson", "Renewal", "SelfCorrecting"),
+    "constmem.data.sizes": ("draw_sizes",),
+    "constmem.data.table": ("Table",),
+    "constmem.data.task": ("Task",),
+    "constmem.point_processes.events": ("EventLogProb", "Events", "bucketed"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: the registry must be readable without torch."""
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module 'constmem.data' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(name for names in _HOMES.values() for name in names)

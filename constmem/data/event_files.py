@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from constmem.core.names import known
-from constmem.data.catalogue import EVENT_KEYS, EVENT_SPLITS, KNOWN
+from constmem.data.catalogue import DATASETS, EVENT_KEYS, EVENT_SPLITS
 from constmem.data.packs import Array, Folder, data_folder, find_pack, read_pack
 from constmem.point_processes.events import Events
 
@@ -53,9 +53,7 @@ def load_events(name: str, *, data_dir: Folder = None, split: Split = "train") -
         split: "train", "validation" or "test".
     """
     known("split", split, EVENT_SPLITS)
-    packs = {
-        served: entry.name for entry in KNOWN.values() if entry.keys == EVENT_KEYS for served in entry.serves
-    }
+    packs = {entry.name: entry.pack for entry in DATASETS.values() if entry.kind == "events" and entry.pack}
     for path in data_folder(data_dir).glob("events_*.npz"):
         if path.stem not in packs.values():
             packs[path.stem.removeprefix("events_")] = path.stem

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from constmem.core.files import read_tensors, write_tensors
 from constmem.core.names import known
-from constmem.data.catalogue import EVENT_KEYS, EVENT_SPLITS
+from constmem.data.catalogue import EVENT_KEYS, EVENT_SPLITS, SECONDS
 from constmem.data.event_files import check_pack, easytpp_sequences, has_records, parquet_sequences
-from constmem.data.event_rows import SECONDS, moment, read_rows
+from constmem.data.event_rows import moment, read_rows
 from constmem.data.packs import read_pack
 from constmem.point_processes.events import Events
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from constmem.core.names import known
+from constmem.data.catalogue import SECONDS
 from constmem.data.csv_files import opened
 from constmem.data.event_files import COLUMNS, Sequences
 
 NONE = "-"  # instead of a column's name: there is no such column
-SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}  # that dates can be counted in
 
 
 class Labelled(NamedTuple):

@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from constmem.core.names import known
+from constmem.data.catalogue import DATASETS
 from constmem.data.process import Hazards, Process, Step, last_times, require_positive
 from constmem.point_processes.events import Events
 
@@ -134,3 +136,9 @@ class Hawkes(Process):
 
 def _columns(parts: list[Tensor], like: Tensor) -> Float64[Tensor, "b t"]:
     return torch.stack(parts, 1) if parts else torch.zeros_like(like)
+
+
+def simulated(name: str) -> Hawkes:
+    """The process of a simulated data set of the registry."""
+    processes = {entry.name: entry.process for entry in DATASETS.values() if entry.process is not None}
+    return Hawkes.univariate(*processes[known("simulated data set", name, processes)])

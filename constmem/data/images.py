@@ -13,7 +13,7 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from constmem.core import checks
-from constmem.data.catalogue import KNOWN
+from constmem.data.catalogue import PACKS
 from constmem.data.faces import Progress, faces
 from constmem.data.packs import Array, Folder, MissingDataError, find_pack, read_pack
 
@@ -185,12 +185,12 @@ LOADERS: dict[str, Callable[[Folder, str, Progress | None], Loaded]] = {
 
 def _source_of(pack: dict[str, Array], split: str, counts: dict[str, int], name: str, about: str) -> str:
     """What the pack says of its origin, else what its counts tell."""
-    official = KNOWN[name].official
+    official = PACKS[name].official
     start = f"{about}: {counts[split]:,} {split} images"
     if "source" in pack:
         return f"{start}; {pack['source']}"
     if counts == official:
-        return f"{start}, as many as officially; the pack does not name its origin"
+        return f"{start}, the official counts; the pack does not name its origin"
     return (
         f"{start}; not exactly the official split, which has {official['train']:,} train and "
         f"{official['test']:,} test images (this pack: {counts['train']:,} and {counts['test']:,})"

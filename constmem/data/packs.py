@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from constmem.core.files import write_bytes
-from constmem.data.catalogue import EVENT_KEYS, EVENT_SPLITS, KNOWN, OWN_EVENTS, DataSet
+from constmem.data.catalogue import EVENT_KEYS, EVENT_SPLITS, OWN_EVENTS, PACKS, Pack
 
 Array = npt.NDArray[Any]
 Folder = str | os.PathLike[str] | None
@@ -65,7 +65,7 @@ def find_pack(name: str, data_dir: Folder = None) -> Path:
         origin = "the default, as neither data_dir nor CONSTMEM_DATA is set"
     raise MissingDataError(
         f"the data set {name!r} is missing: there is no {path.name} in {folder} ({origin}"
-        f"{'' if folder.is_dir() else '; the folder does not exist'}). To get it, {KNOWN[name].get}; "
+        f"{'' if folder.is_dir() else '; the folder does not exist'}). To get it, {PACKS[name].get}; "
         f"or point data_dir or CONSTMEM_DATA to the folder that holds {path.name}"
     )
 
@@ -107,7 +107,7 @@ def free_for(path: Path, counts: Mapping[str, int], *, replace: bool) -> Path:
     old = listed(path.stem, path.parent)
     if replace or sum(old.counts.values()) <= sum(counts.values()):  # none where it is absent or damaged
         return path
-    kind = "sequences" if old.known.keys == EVENT_KEYS else "images"
+    kind = "sequences" if old.known.of_events else "images"
     raise FileExistsError(
         f"{path} holds {told(old.counts)} {kind}, more than the new one would, {told(counts)}: nothing was "
         "written; give --replace (in Python: replace=True) to write over it, or another --data-dir"
@@ -145,7 +145,7 @@ class Listing:
         problem: why what was found cannot be used, if so.
     """
 
-    known: DataSet
+    known: Pack
     path: Path | None
     size: int
     counts: dict[str, int]
@@ -159,7 +159,7 @@ class Listing:
             return f"{name}: cannot be used. {self.problem}"
         counts = told(self.counts)
         size = f", {self.size / 1e6:.1f} MB" if self.size else ""
-        complete = self.known.completeness(self.counts)
+        complete = "" if self.known.embedded else self.known.completeness(self.counts)
         counts += f" ({complete})" if complete else ""
         return f"{name}: {counts}{size}, {self.path}. {self.known.about}"
 
@@ -167,8 +167,8 @@ class Listing:
 def listing(data_dir: Folder = None) -> list[Listing]:
     """What is found of every known data set, and of other event packs, without reading the data."""
     folder = data_folder(data_dir)
-    others = sorted(path.stem for path in folder.glob("events_*.npz") if path.stem not in KNOWN)
-    return [listed(name, folder) for name in (*KNOWN, *others)]
+    others = sorted(path.stem for path in folder.glob("events_*.npz") if path.stem not in PACKS)
+    return [listed(name, folder) for name in (*PACKS, *others)]
 
 
 def hints(data_dir: Folder = None) -> list[str]:
@@ -183,8 +183,8 @@ def hints(data_dir: Folder = None) -> list[str]:
 
 def listed(name: str, folder: Path) -> Listing:
     """What is found in a folder of one data set: a known one, or one's own events."""
-    own = DataSet(name, (name.removeprefix("events_"),), EVENT_KEYS, "event sequences", "")
-    entry = KNOWN.get(name, own)
+    own = Pack(name, EVENT_KEYS, "event sequences", "")
+    entry = PACKS.get(name, own)
     if entry.embedded is not None:
         return _listed_embedded(entry, entry.embedded)
     path = folder / f"{entry.name}.npz"
@@ -197,20 +197,20 @@ def listed(name: str, folder: Path) -> Listing:
         return Listing(entry, path, size, {}, str(error))
 
 
-def _listed_embedded(entry: DataSet, package: str) -> Listing:
+def _listed_embedded(entry: Pack, package: str) -> Listing:
     from importlib.util import find_spec
 
     found = find_spec(package)
     if found is None or found.origin is None:
         return Listing(entry, None, 0, {})
-    return Listing(entry, Path(found.origin).parent, 0, {"train": 1437, "test": 360})
+    return Listing(entry, Path(found.origin).parent, 0, dict(entry.official))
 
 
-def _counts(path: Path, entry: DataSet) -> dict[str, int]:
+def _counts(path: Path, entry: Pack) -> dict[str, int]:
     """Images or sequences in each split, from the small arrays of a pack."""
     large = ("train_images", "test_images", "jpeg", "images", "times", "marks")
     pack = read_pack(path, [key for key in entry.keys if key not in large])
-    if entry.keys == EVENT_KEYS:
+    if entry.of_events:
         return {name: int((pack["split"] == i).sum()) for i, name in enumerate(EVENT_SPLITS)}
     if entry.name == "emnist":
         return {"train": len(pack["train_labels"]), "test": len(pack["test_labels"])}

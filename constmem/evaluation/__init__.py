@@ -1,1 +1,1 @@
-"""Scores, rows, tables and pictures of runs."""
+"""Scores of points and events, rows, tables and pictures of runs."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from constmem import plots
 from constmem.data import Task, load_images
+from constmem.evaluation.pictures import completions
 from constmem.evaluation.points import evaluate
 from constmem.neural_processes import CMANP, NeuralProcess
 from constmem.stream import Stream
@@ -50,7 +51,8 @@ def _complete(out: Path) -> Path:
     model = CMANP.from_pretrained("emnist")
     digits = like_emnist(load_images("digits", split="test").pixels[1:5])
     title = "Digits of another data set, completed from a growing stream of pixels"
-    return plots.completion_grid(model, digits, (0, 10, 30, 60, 120, 250), out / "digits.png", title=title)
+    found = completions(model, digits, (0, 10, 30, 60, 120, 250))
+    return plots.completion_grid(found, digits, out / "digits.png", title=title)
 
 
 def like_emnist(pixels: Tensor) -> Tensor:
@@ -74,7 +76,8 @@ def _train(out: Path, steps: int | None, table: Any) -> dict[str, Path]:
     table.add_row("small model: pixels inside their 90 % interval", f"{100 * after['coverage']['0.9']:.1f} %")
     digits = load_images("digits", split="test").pixels[1:4]
     title = "The small model, just trained: unseen 8x8 digits"
-    grid = plots.completion_grid(model, digits, (0, 4, 8, 16, 32), out / "small.png", title=title)
+    found = completions(model, digits, (0, 4, 8, 16, 32))
+    grid = plots.completion_grid(found, digits, out / "small.png", title=title)
     return {"the small model": folder, "its completions": grid}
 
 

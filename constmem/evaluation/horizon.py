@@ -25,10 +25,10 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class HorizonScores:
-    """How well the last events of every sequence are foretold from all before them.
+    """How well the last events of every sequence are predicted from all before them.
 
     Attributes:
-        ahead, samples: how many events are foretold, by how many sampled futures.
+        ahead, samples: how many events are predicted, by how many sampled futures.
         elapsed_crps: continuous ranked probability score of the time they take in all, in `unit`:
             E|X - y| - E|X - X'| / 2, with no bias from few samples.
         elapsed_mae: absolute error of the median time they take.
@@ -63,7 +63,7 @@ def evaluate_horizon(
 
     Args:
         events: on the model's device; a sequence needs `ahead` events and two before them.
-        ahead: how many events to foretell.
+        ahead: how many events to predict.
         samples: futures of each sequence, at least 2.
         generator: source of all randomness.
         streams: futures sampled at once.
@@ -107,9 +107,9 @@ def _compared(part: Events, future: Events, ahead: int, samples: int) -> Float64
     inside = (elapsed >= low) & (elapsed <= high)
     place = ends - ahead + torch.arange(ahead, device=part.device)
     true = _counts(part.marks.gather(1, place), part.num_marks)
-    foretold = _counts(future.marks.reshape(len(part), -1), part.num_marks) / samples
+    predicted = _counts(future.marks.reshape(len(part), -1), part.num_marks) / samples
     return torch.stack(
-        [crps, (middle - elapsed).abs(), inside.double(), (foretold - true).square().sum(1)]
+        [crps, (middle - elapsed).abs(), inside.double(), (predicted - true).square().sum(1)]
     ).sum(1)
 
 

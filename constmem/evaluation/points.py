@@ -1,7 +1,7 @@
 """How good predictions are: log-likelihood, error, CRPS and calibration on fixed tasks."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import nan, pi, sqrt
 
 import torch
@@ -10,36 +10,12 @@ from torch import Tensor
 from torch.distributions import Distribution, Normal
 
 from constmem.data import Task
+from constmem.evaluation.rows import Scores
 from constmem.neural_processes import NeuralProcess
 from constmem.neural_processes.heads import SampleMixture
 
 LEVELS = (0.5, 0.8, 0.9, 0.95)
 AT_ONCE = {"cuda": 2**16}  # points predicted together, where small batches would leave a device idle
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Means over all target points of a test set.
-
-    Attributes:
-        log_likelihood: summed over channels, mean over points.
-        log_likelihood_by_batch: the reference's figure: the unweighted mean over batches of their means.
-        rmse: root mean squared error of the predicted mean.
-        crps: continuous ranked probability score, mean over channels.
-        coverage: share of values inside the central interval of each level of `LEVELS`.
-        points: how many target points.
-        exact, exact_by_batch: the two log-likelihoods of the process that the data came from, where it
-            is known: what no model can beat but by chance.
-    """
-
-    log_likelihood: float
-    log_likelihood_by_batch: float
-    rmse: float
-    crps: float
-    coverage: dict[str, float]
-    points: int
-    exact: float | None = None
-    exact_by_batch: float | None = None
 
 
 def evaluate(model: NeuralProcess, tasks: Iterable[Task]) -> Scores:

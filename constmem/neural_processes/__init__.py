@@ -10,7 +10,6 @@ from constmem.neural_processes.eqtnp import EQTNP
 from constmem.neural_processes.latent import ANP, NP
 from constmem.neural_processes.lbanp import LBANP
 from constmem.neural_processes.scales import Scales
-from constmem.neural_processes.states import State
 from constmem.neural_processes.stored import StoredPoints
 from constmem.neural_processes.streamed import ConditioningError
 from constmem.neural_processes.tnp import TNPD
@@ -43,6 +42,5 @@ __all__ = [
     "ConditioningError",
     "NeuralProcess",
     "Scales",
-    "State",
     "StoredPoints",
 ]

@@ -19,6 +19,7 @@ from typing_extensions import TypeVar
 from constmem.core import checks
 from constmem.core.algebra import EMPTY
 from constmem.core.fold import Chunk
+from constmem.core.monoid import NOTHING
 from constmem.neural_processes.chunks import (
     batch_of,
     cleared,
@@ -113,7 +114,8 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
         if log_weight is not None:
             checks.per_point("log_weight", log_weight, x)
             checks.finite("log_weight", log_weight.clamp_min(EMPTY)[..., None], mask)
-        return self._signed(self._observe(*self._scaled(cleared(x, y, mask)), log_weight))
+        state: S = self._signed(self._observe(*self._scaled(cleared(x, y, mask)), log_weight))
+        return state
 
     def condition(
         self,
@@ -131,7 +133,8 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
         chunk = self._chunk() if chunk is None else chunk
         checks.positive("chunk", chunk)
         self._check(x, y, mask, chunk=chunk)
-        return self._signed(self._seen(x, y, mask, chunk))
+        state: S = self._signed(self._seen(x, y, mask, chunk))
+        return state
 
     def condition_chunks(self, chunks: Iterable[tuple[Tensor, ...]], *, initial: S | None = None) -> S:
         """The state of a stream of (x, y) or (x, y, mask) chunks, each forgotten once it is seen.
@@ -150,9 +153,12 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
             kept = list(seen)
             if not kept and initial is None:
                 raise nothing()
-            state = self._condition(kept) if kept else self.empty(1 if initial is None else initial.batch)
-            return state if initial is None else initial.merge(state)
-        return streamed((self._signed(self._observe(*chunk, None)) for chunk in seen), initial)
+            if not kept and initial is not None:
+                return initial
+            made: S = self._signed(self._condition(kept))
+            return made if initial is None else initial.merge(made)
+        state: S = streamed((self._signed(self._observe(*chunk, None)) for chunk in seen), initial)
+        return state
 
     def update(
         self,
@@ -169,7 +175,9 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
         self._require_own(state)
         self._check(x, y, mask, values=False)
         state = self._extended(state, x, y, mask, chunk)
-        return self._signed(state) if state.fingerprint is None else state
+        if state.fingerprint == NOTHING:  # there was nothing before: these weights have made all of it
+            state = self._signed(state)
+        return state
 
     def predict(self, memory: M, xt: Float[Tensor, "b m x"], *, chunk: int = 4096) -> Distribution:
         """The predictive distribution at the targets, from what `read` gave."""
@@ -256,7 +264,8 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
     def _extended(self, state: S, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int | None) -> S:
         """A state with more points, checked but for their values."""
         self._check_values(x, y, mask, chunk or 4096)
-        return state.merge(self._seen(x, y, mask, self._chunk() if chunk is None else chunk))
+        part = self._seen(x, y, mask, self._chunk() if chunk is None else chunk)
+        return state.merge(part.signed(state.fingerprint))  # made by the same weights, as far as is known
 
     def _condition(self, chunks: Iterable[Chunk]) -> S:
         if not self._learns():

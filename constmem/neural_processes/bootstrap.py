@@ -6,6 +6,7 @@ them. The model sees the data as they are and, through a layer of its own, each 
 """
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -225,6 +226,7 @@ class BANP(BootstrapProcess[Attended]):
         post_depth: layers after the mean, and of queries and keys.
         decoder_depth: layers of the decoder.
         std: "coarse" (at least 0.1) as published, "bounded" (at least 0.05) or "exp".
+        value_relu: False as published; True for weights of earlier versions, which had one ReLU too many.
         num_samples, num_train_samples: bootstrap versions in predictions, and in the loss.
         seed: which versions predictions are made of.
 
@@ -237,6 +239,7 @@ class BANP(BootstrapProcess[Attended]):
     """
 
     name: ClassVar[str] = "banp"
+    older: ClassVar[Mapping[str, Any]] = {"value_relu": True}
 
     def __init__(
         self,
@@ -249,6 +252,7 @@ class BANP(BootstrapProcess[Attended]):
         post_depth: int = 2,
         decoder_depth: int = 3,
         std: AnyStd = "coarse",
+        value_relu: bool = False,
         num_samples: int = 50,
         num_train_samples: int = 4,
         seed: int = 0,
@@ -264,6 +268,7 @@ class BANP(BootstrapProcess[Attended]):
             pre_depth=pre_depth,
             post_depth=post_depth,
             num_heads=num_heads,
+            value_relu=value_relu,
         )
         self.decoder = PointDecoder(
             dim_x=dim_x, dim_in=2 * dim, dim=dim, dim_y=dim_y, depth=decoder_depth, std=std

@@ -1,6 +1,7 @@
 """Conditional neural processes: the data as means of what each point says, or attended to by targets."""
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -101,6 +102,7 @@ class CANP(StoringProcess[Attended]):
         post_depth: layers after the mean, and of queries and keys.
         decoder_depth: layers of the decoder.
         std: "coarse" (at least 0.1) as published, "bounded" (at least 0.05) or "exp".
+        value_relu: False as published; True for weights of earlier versions, which had one ReLU too many.
 
     Example:
         >>> model = CANP(dim_x=1, dim_y=1, dim=16).eval()
@@ -112,6 +114,7 @@ class CANP(StoringProcess[Attended]):
     """
 
     name: ClassVar[str] = "canp"
+    older: ClassVar[Mapping[str, Any]] = {"value_relu": True}
 
     def __init__(
         self,
@@ -124,6 +127,7 @@ class CANP(StoringProcess[Attended]):
         post_depth: int = 2,
         decoder_depth: int = 3,
         std: AnyStd = "coarse",
+        value_relu: bool = False,
     ) -> None:
         config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__(dim_x=dim_x, dim_y=dim_y, config=config)
@@ -135,6 +139,7 @@ class CANP(StoringProcess[Attended]):
             pre_depth=pre_depth,
             post_depth=post_depth,
             num_heads=num_heads,
+            value_relu=value_relu,
         )
         self.decoder = PointDecoder(
             dim_x=dim_x, dim_in=2 * dim, dim=dim, dim_y=dim_y, depth=decoder_depth, std=std

@@ -135,11 +135,7 @@ class PostNormAttention(nn.Module):
 
 
 class MixedTokens(nn.Module):
-    """Tokens of points that have seen each other: an MLP of depth - 2, self-attention.
-
-    As published, a ReLU stands between the two where the tokens are pooled, and nothing where targets
-    attend to them.
-    """
+    """Tokens of points that have seen each other: an MLP of depth - 2, ReLU if so asked, self-attention."""
 
     def __init__(self, *, dim_in: int, dim: int, depth: int, num_heads: int, relu: bool) -> None:
         super().__init__()
@@ -178,16 +174,26 @@ class AttentiveEncoder(nn.Module):
     """Two encoders of points that see each other: one that targets attend to, one that pools.
 
     Targets attend by x alone: queries and keys come from one MLP on it. As published, the values are as
-    deep as what is pooled, the queries and keys as deep as what follows pooling.
+    deep as what is pooled, the queries and keys as deep as what follows pooling, and a ReLU stands before the
+    self-attention of what is pooled alone. Earlier versions had it in the values too (`value_relu`).
     """
 
     def __init__(
-        self, *, dim_x: int, dim_y: int, dim: int, out: int, pre_depth: int, post_depth: int, num_heads: int
+        self,
+        *,
+        dim_x: int,
+        dim_y: int,
+        dim: int,
+        out: int,
+        pre_depth: int,
+        post_depth: int,
+        num_heads: int,
+        value_relu: bool,
     ) -> None:
         super().__init__()
         self.values, self.tokens = (
             MixedTokens(dim_in=dim_x + dim_y, dim=dim, depth=pre_depth, num_heads=num_heads, relu=relu)
-            for relu in (False, True)
+            for relu in (value_relu, True)
         )
         self.keys = MLP(dim_in=dim_x, dim_hidden=dim, dim_out=dim, depth=post_depth)
         self.attention = PostNormAttention(dim=dim, num_heads=num_heads)

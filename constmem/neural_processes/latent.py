@@ -8,6 +8,7 @@ and evaluated with samples of p(z | C). The two are one encoder, shown more or f
 """
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -217,6 +218,7 @@ class ANP(LatentProcess[StoredPoints], StoringProcess[Sampled]):
         post_depth: layers after the mean, and of queries and keys.
         decoder_depth: layers of the decoder.
         std: "coarse" (at least 0.1) as published, "bounded" (at least 0.05) or "exp".
+        value_relu: False as published; True for weights of earlier versions, which had one ReLU too many.
         num_samples, num_train_samples: samples of the latent in predictions, and in the loss.
         seed: which samples predictions are made of.
 
@@ -230,6 +232,7 @@ class ANP(LatentProcess[StoredPoints], StoringProcess[Sampled]):
     """
 
     name: ClassVar[str] = "anp"
+    older: ClassVar[Mapping[str, Any]] = {"value_relu": True}
 
     def __init__(
         self,
@@ -243,6 +246,7 @@ class ANP(LatentProcess[StoredPoints], StoringProcess[Sampled]):
         post_depth: int = 2,
         decoder_depth: int = 3,
         std: AnyStd = "coarse",
+        value_relu: bool = False,
         num_samples: int = 50,
         num_train_samples: int = 4,
         seed: int = 0,
@@ -265,6 +269,7 @@ class ANP(LatentProcess[StoredPoints], StoringProcess[Sampled]):
             pre_depth=pre_depth,
             post_depth=post_depth,
             num_heads=num_heads,
+            value_relu=value_relu,
         )
         self.decoder = PointDecoder(
             dim_x=dim_x, dim_in=dim + dim_latent, dim=dim, dim_y=dim_y, depth=decoder_depth, std=std

@@ -1,5 +1,6 @@
 """What any neural process is before it sees data: channels, units, costs, and which states are its own."""
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic
@@ -11,25 +12,25 @@ from typing_extensions import TypeVar
 from constmem.core import checks, memory
 from constmem.core.fold import Chunk
 from constmem.core.model import Model
+from constmem.core.monoid import Monoid
 from constmem.core.state import AttentionState
 from constmem.neural_processes.chunks import slices
 from constmem.neural_processes.scales import Scales
-from constmem.neural_processes.states import State
 
-S = TypeVar("S", bound=State, default=AttentionState)
+S = TypeVar("S", bound=Monoid, default=AttentionState)
 _UNITS = "scales."
 
 
 class PointModel(Model, Generic[S]):
     """A model of points with `dim_x` channels in and `dim_y` out, that remembers them in states of type S."""
 
-    state_type: ClassVar[type[State]] = AttentionState
+    state_type: ClassVar[type[Monoid]] = AttentionState
 
     def __init__(self, *, dim_x: int, dim_y: int, config: dict[str, Any]) -> None:
         super().__init__(config=config)
         checks.positive("dim_x", dim_x)
         checks.positive("dim_y", dim_y)
-        self.dim_x, self.dim_y = dim_x, dim_y
+        self.dim_x, self.dim_y, self._calls = dim_x, dim_y, 0
         self.scales: Scales | None
         self.register_module("scales", None)
 
@@ -121,6 +122,29 @@ class PointModel(Model, Generic[S]):
             checks.mask(mask, x)
         if values:
             self._check_values(x, y, mask, chunk)
+        if self.domain and not checks.traced(device):
+            self._calls += 1
+            if x.shape[1] > 1 or self._calls % 64 == 1:  # of single points not every one: it takes 10 us
+                own_x, own_y, _ = self._scaled((x, y, None))
+                self._compare_with_domain("x", own_x, mask)
+                self._compare_with_domain("y", own_y, mask)
+
+    def _compare_with_domain(self, name: str, points: Tensor, mask: Tensor | None = None) -> None:
+        """Warn, once, of numbers beyond what the model was trained on by more than half of that range."""
+        real = (points if mask is None else points[mask]).reshape(-1, points.shape[-1])
+        if not len(real):
+            return
+        for channel, (low, high) in enumerate(self.domain.get(name, [])):
+            least, most = (v.item() for v in real[:, channel].aminmax())
+            if least < low - (high - low) / 2 or most > high + (high - low) / 2:
+                self.domain = {}
+                warnings.warn(
+                    f"channel {channel} of {name} goes from {least:.3g} to {most:.3g} in the model's units, "
+                    f"which was trained on {low:g} to {high:g}: predictions there mean little; bring the "
+                    "data into that range, or train a model on such data",
+                    stacklevel=4,
+                )
+                return
 
     def _check_values(self, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> None:
         """Refuse numbers that are not finite as the model takes them, `chunk` points at a time."""
@@ -137,17 +161,13 @@ class PointModel(Model, Generic[S]):
         checks.points("xt", xt, self.dim_x, device=self.device)
         taken = xt if self.scales is None else self.scales.inputs(xt)
         checks.finite("xt", xt, taken=taken.to(self.dtype))
+        if self.domain and not checks.traced(self.device):
+            self._compare_with_domain("x", taken)
 
     def _taken(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Points in the model's own units and precision."""
         own_x, own_y, _ = self._scaled((x, y, None))
         return own_x.to(self.dtype), own_y.to(self.dtype)
-
-    def _signed(self, state: S) -> S:
-        """Name the weights that made a state, unless they are being trained."""
-        if torch.compiler.is_compiling() or self._learns():
-            return state
-        return state.signed(self.fingerprint())
 
     def _require_own(self, state: S) -> None:
         """Refuse a state that other weights, another shape of model or another device made."""

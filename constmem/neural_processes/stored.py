@@ -1,6 +1,5 @@
 """States that are the data itself, and the models that keep them: merging is putting side by side."""
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,17 +9,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from constmem.core import checks
-from constmem.core.files import read_tensors, write_tensors
 from constmem.core.fold import Chunk, joined
 from constmem.core.memory import require
+from constmem.core.monoid import NOTHING, Monoid
 from constmem.neural_processes.base import M, NeuralProcess
-from constmem.neural_processes.states import State
-
-VERSION = 1
 
 
 @dataclass(frozen=True, eq=False)
-class StoredPoints:
+class StoredPoints(Monoid):
     """All points seen, kept as they are: a state that grows with every one of them.
 
     It depends on no weights, so any model of the same channels that stores its data may read it; only
@@ -40,7 +36,7 @@ class StoredPoints:
 
     AXES: ClassVar[str] = "(dim_x, dim_y)"
     KIND: ClassVar[str] = "constmem.points"
-    WEIGHTED: ClassVar[bool] = False
+    LEAD: ClassVar[str] = "x"
 
     x: Float[Tensor, "b n x"]
     y: Float[Tensor, "b n y"]
@@ -58,13 +54,13 @@ class StoredPoints:
             )
         if 0 in (self.x.shape[1], other.x.shape[1]):
             return self if other.x.shape[1] == 0 else other
-        if None not in (self.fingerprint, other.fingerprint) and self.fingerprint != other.fingerprint:
+        if self.fingerprint != other.fingerprint:
             raise ValueError(
-                f"cannot merge points on the scales of different models ({self.fingerprint} and "
-                f"{other.fingerprint}): observe the data again with one model"
+                f"cannot merge points on different scales (those of models {self.fingerprint} and "
+                f"{other.fingerprint}, None for none): observe the data again with one model"
             )
         points = joined((self.x, self.y, self.mask), (other.x, other.y, other.mask))
-        return StoredPoints(*points, self.fingerprint or other.fingerprint)
+        return StoredPoints(*points, self.fingerprint)
 
     def remove(self, other: "StoredPoints") -> "StoredPoints":
         """Not possible: which of the points to drop is not for a state to guess."""
@@ -87,78 +83,45 @@ class StoredPoints:
         mask = None if self.mask is None else self.mask.to(device)
         return StoredPoints(self.x.to(device, dtype), self.y.to(device, dtype), mask, self.fingerprint)
 
-    def detach(self) -> "StoredPoints":
-        """The same points cut off from the graph that computed them."""
-        return StoredPoints(self.x.detach(), self.y.detach(), self.mask, self.fingerprint)
-
-    def signed(self, fingerprint: str) -> "StoredPoints":
-        """The same points, said to be on the scales of a model."""
-        return StoredPoints(self.x, self.y, self.mask, fingerprint)
-
     @property
     def layout(self) -> tuple[int, ...]:
         """(dim_x, dim_y)."""
         return self.x.shape[-1], self.y.shape[-1]
 
     @property
-    def batch(self) -> int:
-        """How many tasks it is the state of."""
-        return self.x.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        """Where its tensors are."""
-        return self.x.device
-
-    @property
-    def count(self) -> Int[Tensor, " b"]:
+    def count(self) -> Int[Tensor, " b"]:  # type: ignore[override]  # computed, where others hold it
         """How many points each task has seen."""
         if self.mask is not None:
             return self.mask.sum(-1)
         return torch.full(self.x.shape[:1], self.x.shape[1], device=self.x.device)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes remembered: proportional to the points seen."""
-        return sum(t.nbytes for t in (self.x, self.y, self.mask) if t is not None)
-
     def tensors(self) -> dict[str, Tensor]:
         """All it is made of, by name."""
         return {"x": self.x, "y": self.y} | ({} if self.mask is None else {"mask": self.mask})
 
-    @staticmethod
-    def of_tensors(tensors: dict[str, Tensor], fingerprint: str | None = None) -> "StoredPoints":
-        """The state made of these."""
-        missing = {"x", "y"} - tensors.keys()
-        if missing or len({t.shape[:2] for t in tensors.values()}) > 1:
-            raise ValueError(
-                f"lacks {sorted(missing)}" if missing else "holds tensors that do not fit each other"
-            )
-        return StoredPoints(tensors["x"], tensors["y"], tensors.get("mask"), fingerprint)
+    @classmethod
+    def _made(cls, tensors: dict[str, Tensor], fingerprint: str | None) -> "StoredPoints":
+        return cls(tensors["x"], tensors["y"], tensors.get("mask"), fingerprint)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state, atomically, as a safetensors file with a versioned header."""
-        header = {"format": self.KIND, "version": str(VERSION), "fingerprint": self.fingerprint or ""}
-        write_tensors(path, self.tensors(), header)
-
-    @staticmethod
-    def load(path: str | os.PathLike[str], device: torch.device | str | None = None) -> "StoredPoints":
-        """Read a state that `save` wrote."""
-        tensors, header = read_tensors(path, kind=StoredPoints.KIND, version=VERSION)
-        try:
-            return StoredPoints.of_tensors(tensors, header.get("fingerprint") or None).to(device)
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged: it {error}; save the state again") from error
+    @classmethod
+    def _require(cls, tensors: dict[str, Tensor]) -> None:
+        checks.named(tensors, {"x", "y"}, {"mask"})
+        x, y, mask = tensors["x"], tensors["y"], tensors.get("mask")
+        fits = x.ndim == y.ndim == 3 and x.shape[:2] == y.shape[:2] and x.dtype == y.dtype
+        if not fits or not x.is_floating_point():
+            raise ValueError("holds an x and a y that do not fit each other")
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:2]):
+            raise ValueError("holds a mask that does not fit its points")
 
 
 class StoringProcess(NeuralProcess[StoredPoints, M]):
     """A neural process that remembers all its data, and works them through when it is asked."""
 
-    state_type: ClassVar[type[State]] = StoredPoints
+    state_type: ClassVar[type[Monoid]] = StoredPoints
 
     def empty(self, batch: int = 1) -> StoredPoints:
         nothing = self._where.new_zeros
-        return StoredPoints(nothing(batch, 0, self.dim_x), nothing(batch, 0, self.dim_y))
+        return StoredPoints(nothing(batch, 0, self.dim_x), nothing(batch, 0, self.dim_y), None, NOTHING)
 
     def _observe(self, x: Tensor, y: Tensor, mask: Tensor | None, log_weight: Tensor | None) -> StoredPoints:
         if log_weight is not None:
@@ -177,9 +140,9 @@ class StoringProcess(NeuralProcess[StoredPoints, M]):
     def observing_parameters(self) -> list[nn.Parameter]:
         return []
 
-    def _signed(self, state: StoredPoints) -> StoredPoints:
-        """Name the model only where its scales made the points what they are."""
-        return state if self.scales is None else super()._signed(state)
+    def _name_of_weights(self) -> str | None:
+        """None unless the scales of the model made the points what they are."""
+        return None if self.scales is None else self.fingerprint()
 
     def _require_own(self, state: StoredPoints) -> None:
         super()._require_own(state)

@@ -1,15 +1,18 @@
 """States merged as they come, without losing those before the one that fails."""
 
 from collections.abc import Iterable
+from typing import TypeVar
 
+from constmem.core.monoid import Monoid
 from constmem.neural_processes.chunks import nothing
-from constmem.neural_processes.states import S, State
+
+S = TypeVar("S", bound=Monoid)
 
 
 class ConditioningError(RuntimeError):
     """Conditioning on a stream of chunks broke off; `state` holds all that came before."""
 
-    def __init__(self, message: str, state: State) -> None:
+    def __init__(self, message: str, state: Monoid) -> None:
         super().__init__(message)
         self.state = state
 

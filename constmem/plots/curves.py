@@ -1,7 +1,7 @@
-"""Lines: how a run learned, how far its intervals can be trusted, how memory grows."""
+"""Lines: how a run learned, how calibrated it is, how memory grows, and functions of one input."""
 
-import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
 from statistics import fmean
@@ -11,9 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from constmem.plots.figure import BLUE, DPI, GREY, RED, plain, pyplot, save_figure
-
-AnyPath = str | os.PathLike[str]
+from constmem.plots.figure import BLUE, DPI, GREY, RED, AnyPath, plain, pyplot, save_figure
 
 
 def learning_curve(entries: Sequence[Mapping[str, Any]], path: AnyPath, *, title: str) -> Path:
@@ -42,7 +40,8 @@ def learning_curve(entries: Sequence[Mapping[str, Any]], path: AnyPath, *, title
         axes[1].set_ylim(*_range(found))
         axes[1].legend(frameon=False, fontsize=8, loc="lower right")
     axes[1].set_ylabel("validation\nlog-likelihood")
-    axes[2].plot(*zip(*steps["lr"], strict=True), color=GREY, marker=dot, markersize=3)
+    if steps["lr"]:
+        axes[2].plot(*zip(*steps["lr"], strict=True), color=GREY, marker=dot, markersize=3)
     axes[2].set(ylabel="rate", xlabel="steps", ylim=(0, None))
     axes[2].ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
     for axis in axes:
@@ -133,6 +132,48 @@ def memory_curve(
     return save_figure(figure, path)
 
 
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """A function as a model sees it from a few points of it; all in one dimension.
+
+    Attributes:
+        context: x and y of the points shown.
+        x, mean, std: the prediction, on a grid.
+        exact: mean and deviation of the exact posterior, where there is one.
+        rest: x and y of points that were not shown.
+    """
+
+    context: tuple[Float[Tensor, " n"], Float[Tensor, " n"]]
+    x: Float[Tensor, " m"]
+    mean: Float[Tensor, " m"]
+    std: Float[Tensor, " m"]
+    exact: tuple[Float[Tensor, " m"], Float[Tensor, " m"]] | None = None
+    rest: tuple[Float[Tensor, " k"], Float[Tensor, " k"]] | None = None
+
+
+def function_fits(rows: Sequence[tuple[str, Sequence[Fit]]], path: AnyPath, *, title: str) -> Path:
+    """One row for each function, growing contexts from left to right."""
+    plt = pyplot()
+    columns = max(len(fits) for _, fits in rows)
+    size = (2.9 * columns + 0.6, 2.1 * len(rows) + 0.9)
+    figure, axes = plt.subplots(len(rows), columns, figsize=size, dpi=DPI, squeeze=False, sharex="row")
+    for row, (name, fits) in zip(axes, rows, strict=True):
+        low, high = _limits(fits)
+        for axis, fit in zip(row, fits, strict=True):
+            _draw(axis, fit)
+            axis.set_ylim(low, high)
+            axis.set_title(f"{len(fit.context[0])} points", fontsize=8)
+            plain(axis)
+            axis.tick_params(labelsize=7)
+            axis.xaxis.get_offset_text().set_fontsize(7)
+        row[0].set_ylabel(name, fontsize=9)
+    handles, labels = axes[0, -1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=10, x=0.02, ha="left")
+    figure.tight_layout(rect=(0, 0.3 / size[1], 1, 1))
+    return save_figure(figure, path)
+
+
 def _smooth(values: Sequence[float], share: float = 0.05) -> list[float]:
     """The mean of the twentieth of all values around each."""
     half = max(int(len(values) * share) // 2, 1)
@@ -144,4 +185,32 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     numbers = torch.tensor([value for value in values if isfinite(value)] or [0.0], dtype=torch.float64)
     low, high = (float(q) for q in numbers.quantile(torch.tensor([0.02, 0.98], dtype=torch.float64)))
     margin = max(0.15 * (high - low), 0.05)
+    return low - margin, high + margin
+
+
+def _draw(axis: Any, fit: Fit) -> None:
+    band = {"color": BLUE, "alpha": 0.18, "linewidth": 0}
+    axis.fill_between(fit.x, fit.mean - 2 * fit.std, fit.mean + 2 * fit.std, **band, label="± 2 deviations")
+    axis.plot(fit.x, fit.mean, color=BLUE, linewidth=1.3, label="mean")
+    if fit.exact is not None:
+        mean, std = fit.exact
+        axis.plot(fit.x, mean, color=RED, linewidth=0.9, linestyle="--", label="exact mean")
+        for sign, label in ((2, "exact ± 2 deviations"), (-2, None)):
+            axis.plot(fit.x, mean + sign * std, color=RED, linewidth=0.7, linestyle=":", label=label)
+    if fit.rest is not None:
+        axis.plot(*fit.rest, "o", color="black", markersize=2, alpha=0.25, label="not shown")
+    axis.plot(*fit.context, "o", color="black", markersize=3, label="context")
+
+
+def _limits(fits: Sequence[Fit]) -> tuple[float, float]:
+    """Room for all points and for the bands of the last fit, which has seen most."""
+    last = fits[-1]
+    values = [
+        *(fit.context[1] for fit in fits if len(fit.context[1])),
+        last.mean - 2 * last.std,
+        last.mean + 2 * last.std,
+    ]
+    values += [] if last.rest is None or not len(last.rest[1]) else [last.rest[1]]
+    low, high = min(float(v.min()) for v in values), max(float(v.max()) for v in values)
+    margin = 0.35 * (high - low)
     return low - margin, high + margin

@@ -1,119 +1,117 @@
-"""Images completed from some of their pixels: one model at length, or several side by side."""
+"""Images completed from some of their pixels: one model in detail, or several side by side."""
 
-import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from constmem.data import image_points
-from constmem.neural_processes import NeuralProcess
-from constmem.plots.figure import DPI, bare, pyplot, save_figure
-from constmem.stream import Stream
+from constmem.plots.figure import DPI, AnyPath, bare, pyplot, save_figure
 
 UNKNOWN = "#cfe0f5"
 
 
-def completions(
-    model: NeuralProcess, pixels: Tensor, sizes: Sequence[int], *, seed: int = 0
-) -> list[dict[str, Tensor]]:
-    """Stream random pixels of images into a model and predict every pixel at each context size.
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """Images as a model predicts them from some of their pixels; all values in [0, 1].
 
-    Returns for each size `context` (NaN where unknown), `mean` and `std`, all (b, h, w, c) in [0, 1].
+    Attributes:
+        size: how many pixels of each image were observed.
+        context: these pixels, NaN elsewhere.
+        mean, std: the prediction of every pixel.
     """
-    b, h, w, c = pixels.shape
-    x, y = (t.to(model.device) for t in image_points(pixels))
-    order = torch.randperm(h * w, generator=torch.Generator().manual_seed(seed)).to(model.device)
-    stream, shown, results = Stream(model, batch=b), 0, []
-    for size in sizes:
-        fresh = order[shown:size]
-        if len(fresh):
-            stream.observe(x[:, fresh], y[:, fresh])
-        shown = size
-        dist = stream.predict(x)
-        context = torch.full_like(y, float("nan"))
-        context[:, order[:size]] = y[:, order[:size]] + 0.5
-        parts = {"context": context, "mean": (dist.mean + 0.5).clamp(0, 1), "std": dist.stddev}
-        results.append({name: t.reshape(b, h, w, c).cpu() for name, t in parts.items()})
-    return results
+
+    size: int
+    context: Float[Tensor, "b h w c"]
+    mean: Float[Tensor, "b h w c"]
+    std: Float[Tensor, "b h w c"]
 
 
 def completion_grid(
-    model: NeuralProcess, pixels: Tensor, sizes: Sequence[int], path: str | os.PathLike[str], *, title: str
+    completions: Sequence[Completion], pixels: UInt8[Tensor, "b h w c"], path: AnyPath, *, title: str
 ) -> Path:
-    """For each image three rows (context, mean, uncertainty) for growing contexts, the truth at the right."""
-    plt = pyplot()
-    results = completions(model, pixels, sizes)
-    rows, columns = 3 * len(pixels), len(sizes) + 1
-    size = (0.95 * columns + 1.1, 0.95 * rows + 0.5)
-    figure, axes = plt.subplots(rows, columns, figsize=size, dpi=DPI)
-    brightest = max(float(r["std"].max()) for r in results)
-    for axis in axes.flat:
-        bare(axis)
+    """For each image three rows (context, mean, uncertainty), one column a completion, then the truth."""
+    rows, columns = 3 * len(pixels), len(completions) + 1
+    figure, axes = _grid(rows, columns, [1.0] * columns)
+    brightest = _brightest(completions)
     for i in range(len(pixels)):
-        for j, result in enumerate(results):
-            _show(axes[3 * i, j], result["context"][i], unknown=UNKNOWN)
-            _show(axes[3 * i + 1, j], result["mean"][i])
-            _show_std(axes[3 * i + 2, j], result["std"][i], brightest)
+        for j, completion in enumerate(completions):
+            _show(axes[3 * i, j], completion.context[i], unknown=UNKNOWN)
+            _show(axes[3 * i + 1, j], completion.mean[i])
+            _show_std(axes[3 * i + 2, j], completion.std[i], brightest)
         _show(axes[3 * i, -1], pixels[i].float() / 255)
         for k, name in enumerate(("context", "mean", "uncertainty")):
             _label(axes[3 * i + k, 0], name)
         _colour_bar(figure, axes[3 * i + 2, -1], brightest)
-    _heads(axes[0], sizes)
-    axes[0, -1].set_title("truth", fontsize=8)
-    figure.suptitle(title, fontsize=10, x=0.02, ha="left")
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.22 / size[1]), pad=0.3)
-    return save_figure(figure, path)
+    _heads(axes[0], completions)
+    return _saved(figure, path, title)
 
 
 def model_grid(
-    models: Mapping[str, NeuralProcess],
-    pixels: Tensor,
-    sizes: Sequence[int],
-    path: str | os.PathLike[str],
+    models: Mapping[str, Sequence[Completion]],
+    pixels: UInt8[Tensor, "b h w c"],
+    path: AnyPath,
     *,
     title: str,
 ) -> Path:
     """Several models on the same pixels of the same images, each with its mean and uncertainty.
 
-    The images stand side by side; each has a column for every context size and one for the truth.
+    The images are side by side; each has a column for every context size and one for the truth.
+
+    Args:
+        models: for each model its completions, all of the same contexts.
     """
-    plt = pyplot()
-    results = {name: completions(model, pixels, sizes) for name, model in models.items()}
-    span = len(sizes) + 2  # the contexts, the truth, and a gap
-    rows, columns = 1 + 2 * len(models), span * len(pixels) - 1
-    size = (0.95 * (columns - 0.6 * (len(pixels) - 1)) + 1.4, 0.95 * rows + 0.5)
+    first = next(iter(models.values()))
+    span = len(first) + 2  # the contexts, the truth, and a gap
+    columns = span * len(pixels) - 1
     widths = [0.4 if i % span == span - 1 else 1.0 for i in range(columns)]
-    figure, axes = plt.subplots(rows, columns, figsize=size, dpi=DPI, width_ratios=widths, squeeze=False)
-    brightest = max(float(r["std"].max()) for found in results.values() for r in found)
-    for axis in axes.flat:
-        bare(axis)
+    figure, axes = _grid(1 + 2 * len(models), columns, widths, margin=1.4)
+    brightest = max(map(_brightest, models.values()))
     for i in range(len(pixels)):
-        for j in range(len(sizes)):
+        for j, shown in enumerate(first):
             column = i * span + j
-            for k, found in enumerate(results.values()):
-                _show(axes[0, column], found[j]["context"][i], unknown=UNKNOWN)
-                _show(axes[1 + 2 * k, column], found[j]["mean"][i])
-                _show_std(axes[2 + 2 * k, column], found[j]["std"][i], brightest)
-        _heads(axes[0, i * span :], sizes)
-        truth = axes[0, i * span + len(sizes)]
-        _show(truth, pixels[i].float() / 255)
-        truth.set_title("truth", fontsize=8)
+            _show(axes[0, column], shown.context[i], unknown=UNKNOWN)
+            for k, completions in enumerate(models.values()):
+                _show(axes[1 + 2 * k, column], completions[j].mean[i])
+                _show_std(axes[2 + 2 * k, column], completions[j].std[i], brightest)
+        _heads(axes[0, i * span :], first)
+        _show(axes[0, i * span + len(first)], pixels[i].float() / 255)
     _label(axes[0, 0], "context")
     for k, name in enumerate(models):
         _label(axes[1 + 2 * k, 0], f"{name}\nmean")
         _label(axes[2 + 2 * k, 0], "uncertainty")
-        _colour_bar(figure, axes[2 + 2 * k, len(sizes)], brightest)
+        _colour_bar(figure, axes[2 + 2 * k, len(first)], brightest)
+    return _saved(figure, path, title)
+
+
+def _grid(rows: int, columns: int, widths: list[float], *, margin: float = 1.1) -> tuple[Any, Any]:
+    size = 0.95 * sum(widths) + margin, 0.95 * rows + 0.5
+    figure, axes = pyplot().subplots(
+        rows, columns, figsize=size, dpi=DPI, width_ratios=widths, squeeze=False
+    )  # fmt: skip
+    for axis in axes.flat:
+        bare(axis)
+    return figure, axes
+
+
+def _saved(figure: Any, path: AnyPath, title: str) -> Path:
     figure.suptitle(title, fontsize=10, x=0.02, ha="left")
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.22 / size[1]), pad=0.3)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.22 / figure.get_figheight()), pad=0.3)
     return save_figure(figure, path)
 
 
-def _heads(axes: Any, sizes: Sequence[int]) -> None:
-    for axis, size in zip(axes, sizes, strict=False):
+def _brightest(completions: Sequence[Completion]) -> float:
+    return max(float(completion.std.max()) for completion in completions)
+
+
+def _heads(axes: Any, completions: Sequence[Completion]) -> None:
+    """Context sizes above the first columns, and the truth above the next."""
+    for axis, size in zip(axes, [completion.size for completion in completions], strict=False):
         axis.set_title(f"{size} pixel{'s' if size != 1 else ''}", fontsize=8)
+    axes[len(completions)].set_title("truth", fontsize=8)
 
 
 def _label(axis: Any, name: str) -> None:
@@ -125,7 +123,7 @@ def _show_std(axis: Any, std: Tensor, brightest: float) -> None:
 
 
 def _colour_bar(figure: Any, axis: Any, brightest: float) -> None:
-    """What the colours of uncertainty stand for, at the left edge of an axis that shows nothing else."""
+    """What the colours of uncertainty mean, at the left edge of an axis that shows nothing else."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
@@ -141,8 +139,6 @@ def _show(axis: Any, image: Tensor, *, unknown: str | None = None, colours: str 
     if unknown is not None:
         axis.set_facecolor(unknown)
     if array.ndim == 3:
-        import numpy as np
-
         alpha = ~np.isnan(array[..., :1])
         axis.imshow(np.concatenate([np.nan_to_num(array), alpha], -1), interpolation="nearest")
     else:

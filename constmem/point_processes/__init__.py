@@ -2,14 +2,11 @@
 
 from typing import Any
 
-from constmem.point_processes.base import PointProcess
+from constmem.point_processes.base import PointProcess, Transition
+from constmem.point_processes.baselines import GRU, THP, Trivial
 from constmem.point_processes.cmhp import CMHP
-from constmem.point_processes.constant import ConstantState
-from constmem.point_processes.prediction import Prediction
-from constmem.point_processes.recurrent import GRU
-from constmem.point_processes.states import EventState
-from constmem.point_processes.thp import THP
-from constmem.point_processes.trivial import Trivial
+from constmem.point_processes.model import Prediction
+from constmem.point_processes.states import ConstantState, EventMonoid, EventState, StoredEvents
 
 MODELS: dict[str, type[PointProcess[Any]]] = {"trivial": Trivial, "gru": GRU, "thp": THP, "cmhp": CMHP}
 
@@ -19,8 +16,11 @@ __all__ = [
     "MODELS",
     "THP",
     "ConstantState",
+    "EventMonoid",
     "EventState",
     "PointProcess",
     "Prediction",
+    "StoredEvents",
+    "Transition",
     "Trivial",
 ]

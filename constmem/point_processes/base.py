@@ -1,31 +1,29 @@
 """The contract of every event model: observe, scan, read; likelihood, streaming and sampling follow here.
 
 A model says how events change what it remembers (`_observe`), what it knows before each event of a chunk
-(`_scan`) and after all (`_read`): vectors of features, from which two heads predict the next gap and mark.
+(`_scan`) and after all (`read`): vectors of features, from which two heads predict the next gap and mark.
 Everything is done chunk by chunk from a state, so the likelihood of a long stream needs the memory of one.
 """
 
 from abc import abstractmethod
-from dataclasses import replace
 from functools import partial
 from typing import Generic
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import Bool, Float, Real
 from torch import Tensor
 from typing_extensions import TypeVar
 
 from constmem.core import checks
-from constmem.point_processes.chunks import Chunk, pieces, streamed
+from constmem.point_processes.chunks import Chunk, Walk, pieces, streamed, walk
 from constmem.point_processes.events import EventLogProb, Events
 from constmem.point_processes.heads import MarkEmbedding
-from constmem.point_processes.model import EventModel
-from constmem.point_processes.prediction import Prediction
-from constmem.point_processes.rewind import Walk, walk
-from constmem.point_processes.sampling import sample
+from constmem.point_processes.model import EventModel, Prediction, sample
+from constmem.point_processes.padding import Given, moments
 from constmem.point_processes.states import EventState
 
 S = TypeVar("S", bound=EventState, default=EventState)
+Moments = Real[Tensor, "*b"] | Given  # a time, or one for each stream
 POSITIONS = 4096  # of a batch that are read at once, and on a GPU as many as it has MiB, up to:
 MANY = 65_536  # less than half a MiB each, while a CMHP of the default size is trained
 
@@ -38,10 +36,6 @@ class PointProcess(EventModel, Generic[S]):
     """
 
     # What a model implements
-
-    @abstractmethod
-    def _blank(self, batch: int) -> dict[str, Tensor]:
-        """The memory of having seen nothing."""
 
     @abstractmethod
     def _observe(self, state: S, chunk: Chunk) -> dict[str, Tensor]:
@@ -58,43 +52,65 @@ class PointProcess(EventModel, Generic[S]):
         """
 
     @abstractmethod
-    def _read(self, state: S) -> Float[Tensor, "b f"]:
-        """What is known after all events seen."""
+    def read(self, state: S) -> Float[Tensor, "b f"]:
+        """What is known after all events seen: what `query` predicts from."""
 
     # What follows
 
-    def empty(self, start: Float64[Tensor, " b"], *, last_time: Float64[Tensor, " b"] | None = None) -> S:
+    def empty(self, start: Moments, *, last_time: Moments | None = None) -> S:
         """The state of having seen nothing of streams whose watch began at `start`.
 
         Args:
-            last_time: when the event before was, for a part from the middle of a stream that is to be
-                merged with the parts before it.
+            start: one time, or one for each stream.
+            last_time: when the event before was, for a later part of a stream (see `observe`).
         """
-        last_time = start if last_time is None else last_time
-        checks.tensors(start=start, last_time=last_time)
-        start = start.to(self.device, torch.float64)
-        last = last_time.to(self.device, torch.float64, copy=True)
-        zero = torch.zeros_like(start, dtype=torch.int64)
+        begun = moments("start", start).to(self.device)
+        last = begun if last_time is None else moments("last_time", last_time).to(self.device)
+        zero = torch.zeros_like(begun, dtype=torch.int64)
         nothing = torch.full_like(zero, MarkEmbedding.NOTHING)
-        memory = self._blank(len(start))
-        state: S = self.state_type(start, last, torch.zeros_like(start), nothing, zero, memory)  # type: ignore[assignment]
+        memory = self._blank(len(begun))
+        state: S = self.state_type(  # type: ignore[assignment]
+            begun, last.expand_as(begun).clone(), torch.zeros_like(begun), nothing, zero, memory
+        )
         return self._signed(state)
+
+    def observe(self, events: Events, *, start: Moments | None = None, chunk: int = 4096) -> S:
+        """The state of exactly these events: states of consecutive parts of a stream `merge`.
+
+        Args:
+            start: when the watch over the whole stream began, if these events are a later part of it; its
+                t_start is then the time of the event before, as `Events.window` has it.
+
+        Example:
+            >>> from constmem import CMHP
+            >>> process = CMHP(num_marks=1, dim=16, num_slots=4, num_latents=4).eval()
+            >>> events = Events.from_arrival_times([[1.0, 2.0, 2.5, 4.0, 4.5]], unit="hour")
+            >>> with torch.no_grad():
+            ...     first = process.observe(events.window(0, 2))
+            ...     later = process.observe(events.window(2, 5), start=events.t_start)
+            ...     merged, whole = first.merge(later), process.observe(events)
+            ...     same = torch.allclose(process.query(merged).mean, process.query(whole).mean, rtol=1e-4)
+            >>> same, merged.count.item()
+            (True, 5)
+        """
+        initial = None if start is None else self.empty(start, last_time=events.t_start)
+        return self.condition(events, initial=initial, chunk=chunk)
 
     def condition(self, events: Events, *, initial: S | None = None, chunk: int = 4096) -> S:
         """The state after these events (and those that `initial` has seen); the chunk changes nothing."""
         checks.positive("chunk", chunk)
         state = self._begin(events, initial)
         for part in pieces(events, state.last_time, chunk):
-            state = self._moved(state, part, self._observe(state, part))
+            state = state.moved(part, self._observe(state, part))
         return self._signed(state)
 
     def update(
         self,
         state: S,
-        times: Float[Tensor, " b *k"],
-        marks: Int64[Tensor, " b *k"] | None = None,
+        times: Real[Tensor, " *bk"] | Given,
+        marks: Real[Tensor, " *bk"] | Given | None = None,
         *,
-        mask: Bool[Tensor, " b *k"] | None = None,
+        mask: Bool[Tensor, " *bk"] | Given | None = None,
         chunk: int = 4096,
     ) -> S:
         """The state after one more event of each stream, (b,), or a few, (b, k).
@@ -106,13 +122,16 @@ class PointProcess(EventModel, Generic[S]):
         """
         self._require_own(state)
         for part in streamed(state.last_time, times, marks, mask, self.num_marks, chunk):
-            state = self._moved(state, part, self._observe(state, part))
+            if not self._looked:
+                self._look_at(part.gaps)
+            state = state.moved(part, self._observe(state, part))
+        self._require_near(state.start, state.last_time)
         return self._signed(state)
 
     def query(self, state: S) -> Prediction:
         """The next event of each stream."""
         self._require_own(state)
-        return self._prediction(self._read(state), state.last_time)
+        return self._prediction(self.read(state), state.last_time)
 
     def forecast(self, events: Events, *, initial: S | None = None, chunk: int | None = None) -> Prediction:
         """At place (b, i) the prediction of event i of stream b from the events before it."""
@@ -123,7 +142,7 @@ class PointProcess(EventModel, Generic[S]):
             features.append(known)
             befores.append(part.times - part.gaps)
         if not features:
-            return self._prediction(self._read(state)[:, None][:, :0], events.times)
+            return self._prediction(self.read(state)[:, None][:, :0], events.times)
         return self._prediction(torch.cat(features, 1), torch.cat(befores, 1))
 
     def log_prob(self, events: Events, *, initial: S | None = None, chunk: int | None = None) -> EventLogProb:
@@ -185,23 +204,23 @@ class PointProcess(EventModel, Generic[S]):
         self._require_own(state)
         return sample(self, state, n=n, until=until, generator=generator, limit=limit)
 
+    def at_once(self, events: Events) -> bool:
+        """Whether the loss takes these events in one chunk, without computing anything twice."""
+        return events.times.shape[1] <= self._stride(events)
+
     # Inside
 
     def _prediction(self, features: Tensor, last_time: Tensor) -> Prediction:
-        def mark_at(gap: Tensor) -> Tensor:
-            logits: Tensor = self.mark_head(features, self._standard(gap))
-            return logits
-
-        return Prediction(self._gap(features), last_time, mark_at, self.mark_head.given_gap)
+        return Prediction(self._gap(features), last_time, features, self.mark_head, self.scale)
 
     def _few(self, wanted: Tensor) -> Tensor | None:
-        """The places to read, or None for all: a GPU reads all sooner than it tells how many are wanted."""
+        """The places to read, or None for all: a GPU reads all sooner than it counts those wanted."""
         return wanted if wanted.device.type == "cpu" else None
 
     def _before(self, state: S, chunk: Chunk, wanted: Tensor | None) -> tuple[Tensor, S]:
         """What is known before each event of a chunk, and the state after it."""
         features, memory = self._scan(state, chunk, wanted)
-        return features, self._moved(state, chunk, memory)
+        return features, state.moved(chunk, memory)
 
     def _log_prob(
         self,
@@ -220,7 +239,7 @@ class PointProcess(EventModel, Generic[S]):
         stride = chunk or self._stride(events)
         parts = pieces(events, state.last_time, stride)
         chunks = list(zip(parts, wanted.split(stride, 1), strict=True))
-        plan = Walk(partial(self._score, some=some), chunks, self._seeds(len(chunks), generator))
+        plan = Walk(partial(self._score, some=some), chunks, self.seeds(len(chunks), generator))
         return walk(plan, state, [*self.parameters()])
 
     def _score(
@@ -232,7 +251,7 @@ class PointProcess(EventModel, Generic[S]):
         known = wanted & (chunk.marks >= 0)
         gaps = chunk.gaps.clamp_min(self.tick)
         time = torch.where(wanted, self._gap(features).log_prob(gaps), 0.0)
-        logits = self.mark_head(features, self._standard(chunk.gaps))
+        logits = self.mark_head(features, self.scale.standard(chunk.gaps))
         mark = logits.gather(-1, chunk.marks.clamp_min(0)[..., None]).squeeze(-1)
         return time, torch.where(known, mark, 0.0), state
 
@@ -241,15 +260,7 @@ class PointProcess(EventModel, Generic[S]):
         if events.t_end is None:
             return None
         left = (events.t_end - state.last_time).clamp_min(0.0)
-        return torch.where(left > 0, self._gap(self._read(state)).log_survival(left), 0.0)
-
-    def _moved(self, state: S, chunk: Chunk, memory: dict[str, Tensor]) -> S:
-        """The state with a new memory, and the clock at the last real event of a chunk."""
-        return replace(state, **chunk.clock_after(state), memory=memory)
-
-    def at_once(self, events: Events) -> bool:
-        """Whether the loss takes these events in one chunk, without computing anything twice."""
-        return events.times.shape[1] <= self._stride(events)
+        return torch.where(left > 0, self._gap(self.read(state)).log_survival(left), 0.0)
 
     def _stride(self, events: Events) -> int:
         positions = POSITIONS
@@ -261,6 +272,7 @@ class PointProcess(EventModel, Generic[S]):
         """The state to start from, of events that fit the model and the state."""
         self._require_fitting(events)
         if initial is None:
+            self._require_near(events.t_start, events.times)
             return self.empty(events.t_start)
         self._require_own(initial)
         if initial.batch != len(events):
@@ -272,4 +284,16 @@ class PointProcess(EventModel, Generic[S]):
                 f"event {i} of stream {k} is at {events.times[k, i].item()}, before the last event that the "
                 f"state has seen, at {initial.last_time[k].item()}: events come in order"
             )
+        self._require_near(initial.start, events.times)
         return initial
+
+
+class Transition(PointProcess[S]):
+    """A model each of whose events changes what the one before it left: its states cannot merge.
+
+    What the second half of a stream does to a state depends on the state that it meets, so there is no
+    state of the second half alone to merge with: a stream is taken in from its first event to its last.
+    """
+
+    def _observe(self, state: S, chunk: Chunk) -> dict[str, Tensor]:
+        return self._scan(state, chunk, chunk.real)[1]

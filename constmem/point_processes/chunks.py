@@ -1,15 +1,25 @@
-"""Events a few at a time: cut from sequences, or as they come from streams, checked."""
+"""Events a few at a time: cut from sequences, checked as they come, walked over again for gradients.
 
-from collections.abc import Iterator
+Forwards, nothing is kept of a long stream but the state before each chunk. Backwards, each chunk is
+computed once more from its state, with a graph, and handed the gradients of its likelihoods and of the state
+after it. So the peak is that of one chunk, however many there are.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float64, Int64, Shaped
 from torch import Tensor
 
-from constmem.core import checks
 from constmem.point_processes.events import Events
-from constmem.point_processes.states import EventState
+from constmem.point_processes.padding import UNKNOWN, exact, numbers
+
+FEW = 32  # events that are looked at one by one
+Score = Callable[..., tuple[Tensor, Tensor, Any]]  # (state, chunk, wanted) to log-probabilities and a state
 
 
 class Chunk(NamedTuple):
@@ -28,7 +38,7 @@ class Chunk(NamedTuple):
     def last_of(self, each: Tensor, before: Tensor) -> Tensor:
         """The entry of each stream's last real event, or what was before where there is none."""
         if self.mask is None:
-            return each[:, -1]
+            return each[:, -1].clone() if each.shape[1] > 1 else each[:, 0]  # which keeps no chunk alive
         count = self.mask.sum(-1)
         index = (count - 1).clamp_min(0).reshape(-1, *[1] * (each.ndim - 1))
         last = each.gather(1, index.expand(-1, 1, *each.shape[2:])).squeeze(1)
@@ -40,16 +50,6 @@ class Chunk(NamedTuple):
         if self.mask is None:
             return joined[:, joined.shape[1] - k :]
         return joined.gather(1, self.mask.sum(-1, keepdim=True) + torch.arange(k, device=each.device))
-
-    def clock_after(self, state: EventState) -> dict[str, Any]:
-        """The clock of a state once these events are seen."""
-        seen = self.times.shape[1] if self.mask is None else self.mask.sum(-1)
-        return {
-            "last_time": self.last_of(self.times, state.last_time),
-            "last_gap": self.last_of(self.gaps, state.last_gap),
-            "last_mark": self.last_of(self.marks, state.last_mark),
-            "count": state.count + seen,
-        }
 
 
 def shifted(before: Tensor, each: Tensor) -> Tensor:
@@ -70,50 +70,66 @@ def pieces(events: Events, last_time: Float64[Tensor, " b"], chunk: int) -> Iter
         times = torch.where(mask, events.times[:, here], last_time[:, None])
         times = times.cummax(1).values  # padding stays at the last real time
         gaps = times - torch.cat([last_time[:, None], times], 1)[:, :-1]
-        yield Chunk(times, gaps, events.marks[:, here], mask)
+        yield Chunk(times, gaps, events.marks[:, here].clone(), mask)  # a state never aliases events
         last_time = times[:, -1]
 
 
 def streamed(
-    last_time: Float64[Tensor, " b"],
-    times: Tensor,
-    marks: Tensor | None,
-    mask: Tensor | None,
-    num_marks: int,
-    chunk: int,
+    last_time: Float64[Tensor, " b"], times: Any, marks: Any, mask: Any, num_marks: int, chunk: int
 ) -> Iterator[Chunk]:
     """New events of streams as chunks: (b,) one of each, (b, k) a few; refused if they do not fit."""
-    optional = {"marks": marks, "mask": mask}
-    checks.tensors(times=times, **{name: t for name, t in optional.items() if t is not None})
-    marks = torch.full_like(times, 0 if num_marks == 1 else -1, dtype=torch.int64) if marks is None else marks
-    if times.ndim not in (1, 2) or len(times) != len(last_time) or marks.shape != times.shape:
+    b, device = len(last_time), last_time.device
+    times = exact("times", numbers("times", times)).to(device, copy=True)
+    marks = (
+        torch.full_like(times, 0 if num_marks == 1 else UNKNOWN, dtype=torch.int64)
+        if marks is None
+        else numbers("marks", marks).to(device, copy=True)
+    )
+    if not times.ndim and not marks.ndim and b == 1:
+        times, marks = times[None], marks[None]
+    if times.ndim not in (1, 2) or len(times) != b or marks.shape != times.shape:
         raise ValueError(
             f"times {tuple(times.shape)} and marks {tuple(marks.shape)} must be of one shape, (b,) or (b, k) "
-            f"with b = {len(last_time)} streams"
+            f"with b = {b} streams"
         )
-    if not times.is_floating_point() or marks.is_floating_point() or marks.dtype == torch.bool:
-        raise TypeError(f"times must be floating (float64), marks whole, not {times.dtype}, {marks.dtype}")
+    if marks.is_floating_point():
+        raise TypeError("marks must be whole numbers, not floating ones: use marks.long()")
+    if mask is not None:
+        mask = torch.as_tensor(mask, device=device)
+        if mask.dtype != torch.bool or mask.shape != times.shape:
+            raise ValueError(
+                f"mask is {mask.dtype} of shape {tuple(mask.shape)}, but boolean (True = real) of the shape "
+                f"of times, {tuple(times.shape)}, is needed"
+            )
     if times.ndim == 1:
         times, marks = times[:, None], marks[:, None]
         mask = None if mask is None else mask[:, None]
-    times, marks = times.double(), marks.long()
     if mask is not None:
         times = torch.where(mask, times, last_time[:, None]).cummax(1).values if times.shape[1] else times
-    before = torch.cat([last_time[:, None], times], 1)[:, :-1]
-    real = torch.ones_like(marks, dtype=torch.bool) if mask is None else mask
-    marks = torch.where(real, marks, -1)
-    _require_fitting(times, before, marks, real, num_marks)
+        marks = torch.where(mask, marks, UNKNOWN)
+    before = last_time[:, None]
+    if times.shape[1] != 1:
+        before = torch.cat([before, times], 1)[:, :-1]
+    _require_fitting(times, before, marks, mask, num_marks)
+    gaps = times - before
     for i in range(0, times.shape[1], chunk):
         here = slice(i, i + chunk)
-        part = None if mask is None else mask[:, here]
-        yield Chunk(times[:, here], (times - before)[:, here], marks[:, here], part)
+        yield Chunk(times[:, here], gaps[:, here], marks[:, here], None if mask is None else mask[:, here])
 
 
-def _require_fitting(times: Tensor, before: Tensor, marks: Tensor, real: Tensor, num_marks: int) -> None:
-    """Refuse times that decrease and marks out of range; the device is waited for once."""
+def _require_fitting(
+    times: Tensor, before: Tensor, marks: Tensor, mask: Tensor | None, num_marks: int
+) -> None:
+    """Refuse times that decrease and marks out of range; a device is waited for once."""
+    if mask is None and times.numel() <= FEW and times.device.type == "cpu":  # sooner outside of PyTorch
+        every = zip(times.flatten().tolist(), before.flatten().tolist(), strict=True)
+        if all(old <= new < inf for new, old in every) and all(
+            UNKNOWN <= mark < num_marks for mark in marks.flatten().tolist()
+        ):
+            return
     good_times = (times >= before) & torch.isfinite(times)
-    good_marks = (marks >= -1) & (marks < num_marks)
-    packed = real[:, :-1] | ~real[:, 1:]
+    good_marks = (marks >= UNKNOWN) & (marks < num_marks)
+    packed = torch.ones_like(good_marks[:, 1:]) if mask is None else mask[:, :-1] | ~mask[:, 1:]
     if bool(good_times.all() & good_marks.all() & packed.all()):
         return
     if not bool(good_times.all()):
@@ -130,3 +146,111 @@ def _require_fitting(times: Tensor, before: Tensor, marks: Tensor, real: Tensor,
         )
     k = int((~packed).nonzero()[0, 0])
     raise ValueError(f"stream {k} has a missing event before a real one: the missing ones come last")
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What to do with which chunks.
+
+    Attributes:
+        score: from a state, a chunk and the places wanted to log-probabilities of gaps and marks, and the
+            state after the chunk.
+        chunks: the events, and which of them are wanted.
+        seeds: of PyTorch's own generator for each chunk, where something is drawn; else empty.
+    """
+
+    score: Score
+    chunks: Sequence[tuple[Chunk, Tensor]]
+    seeds: Sequence[int]
+
+    def step(self, i: int, state: Any) -> tuple[Tensor, Tensor, Any]:
+        """The log-probabilities of chunk i, and the state after it."""
+        if not self.seeds:
+            return self.score(state, *self.chunks[i])
+        with seeded(self.seeds[i], state.device):
+            return self.score(state, *self.chunks[i])
+
+
+def walk(plan: Walk, state: Any, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor, Any]:
+    """Log-probabilities of gaps and marks of all chunks, and the state after them; lean in its gradient."""
+    if len(plan.chunks) == 1 or not torch.is_grad_enabled():
+        return _walked(plan, state)[:3]
+    names = tuple(state.memory)
+    inputs = *state.memory.values(), *parameters
+    end: list[Any] = []
+    time, mark, *memory = _Rewind.apply(plan, state, names, end, *inputs)  # type: ignore[no-untyped-call]
+    return time, mark, replace(end[0], memory=dict(zip(names, memory, strict=True)))
+
+
+def _walked(plan: Walk, state: Any) -> tuple[Tensor, Tensor, Any, list[Any]]:
+    times, marks, states = [], [], []
+    for i in range(len(plan.chunks)):
+        states.append(state)
+        time, mark, state = plan.step(i, state)
+        times.append(time)
+        marks.append(mark)
+    return torch.cat(times, 1), torch.cat(marks, 1), state, states
+
+
+class _Rewind(torch.autograd.Function):
+    """`_walked` with a backward pass that walks the chunks a second time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Walk, state: Any, names: tuple[str, ...], end: list[Any], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        time, mark, last, ctx.states = _walked(plan, state.detach())
+        end.append(last)
+        ctx.plan, ctx.names = plan, names
+        ctx.parameters = inputs[len(names) :]
+        device = time.device.type
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        memory = [last.memory[name] for name in names]
+        ctx.mark_non_differentiable(*(t for t in memory if not t.is_floating_point()))
+        ctx.set_materialize_grads(False)
+        return time, mark, *memory
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_time: Tensor | None, grad_mark: Tensor | None, *grad_memory: Any) -> Any:
+        parameters = [p for p in ctx.parameters if p.requires_grad]
+        grads: list[Tensor | None] = [None] * len(parameters)
+        upstream = dict(zip(ctx.names, grad_memory, strict=True))
+        device, dtype, enabled = ctx.autocast
+        stop = sum(chunk.times.shape[1] for chunk, _ in ctx.plan.chunks)
+        for i in reversed(range(len(ctx.plan.chunks))):
+            start = stop - ctx.plan.chunks[i][0].times.shape[1]
+            memory = {name: _leaf(t) for name, t in ctx.states[i].memory.items()}
+            with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled):
+                time, mark, after = ctx.plan.step(i, replace(ctx.states[i], memory=memory))
+            pairs = [(time, _part(grad_time, start, stop)), (mark, _part(grad_mark, start, stop))]
+            pairs += [(after.memory[name], grad) for name, grad in upstream.items()]
+            pairs = [(out, grad) for out, grad in pairs if grad is not None and out.requires_grad]
+            leaves = [t for t in memory.values() if t.requires_grad]
+            outs, given = zip(*pairs, strict=True)
+            found = torch.autograd.grad(outs, [*leaves, *parameters], given, allow_unused=True)
+            for j, grad in enumerate(found[len(leaves) :]):
+                known = grads[j]
+                grads[j] = grad if known is None else known if grad is None else known + grad
+            parts = iter(found)
+            upstream = {name: next(parts) if t.requires_grad else None for name, t in memory.items()}
+            stop = start
+        summed = iter(grads)
+        of_parameters = [next(summed) if p.requires_grad else None for p in ctx.parameters]
+        return None, None, None, None, *(upstream[name] for name in ctx.names), *of_parameters
+
+
+def _leaf(t: Tensor) -> Tensor:
+    return t.detach().requires_grad_(t.is_floating_point())
+
+
+def _part(grad: Tensor | None, start: int, stop: int) -> Tensor | None:
+    return None if grad is None else grad[:, start:stop]
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """PyTorch's own generator, which dropout uses, from a seed; afterwards it is as it was before."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

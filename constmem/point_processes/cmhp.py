@@ -2,8 +2,8 @@
 
 All blocks look at the events themselves through fixed queries, so what a prefix leaves behind is one
 `AttentionState`. A plain CMAB sees a set: order enters only through the encoding of absolute time
-(`absolute_time`, which also lets a model learn its sequences by heart), and nothing marks the last event.
-Four options mend that, each with exact updates in constant time:
+(`absolute_time`, which also lets a model memorise its sequences), and nothing marks the last event. Four
+options mend that, each with exact updates in constant time:
 
     last_events    marks and log gaps of the last few events, in order, stand beside the latents
     recency        exp(rate t) weighs events: the score of event j is q k_j + rate t_j, and the running
@@ -27,8 +27,8 @@ from constmem.core.layers import MLP, Residual, keep_variance
 from constmem.core.state import AttentionState
 from constmem.point_processes.base import PointProcess
 from constmem.point_processes.chunks import Chunk, shifted, windows
-from constmem.point_processes.constant import ConstantState, nothing_recent
 from constmem.point_processes.heads import GapFeatures, MarkEmbedding, sinusoids
+from constmem.point_processes.states import RECENT, ConstantState
 
 
 class CMHP(PointProcess[ConstantState]):
@@ -43,14 +43,14 @@ class CMHP(PointProcess[ConstantState]):
         hidden: width inside feed-forward layers and heads.
         components: log-normals of the mixture over the gap.
         embed_depth: layers of the MLP on an event's token; 0: the sum of its parts is the token.
-        absolute_time: a token holds the time since the start, as the paper's do; by it sequences are learned
-            by heart. Without, a model knows times only by how long ago they were.
+        absolute_time: a token holds the time since the start, as the paper's do; by it sequences are
+            memorised. Without, a model knows times only by how long ago they were.
         gap_tokens: a token holds the log gap before its event.
         last_events: how many of them are remembered one by one; 0, and all that follows off, is the paper's.
         recency, mass, relative_time: see the module.
         mark_given_gap: the mark is predicted from the gap too.
         dropout: of what is known, before the heads, while training.
-        unit: of the times it is trained on; `standardise` sets it.
+        unit: of the times it is trained on; `set_scales` sets it.
 
     Example:
         >>> from constmem.point_processes.events import Events
@@ -133,43 +133,53 @@ class CMHP(PointProcess[ConstantState]):
 
     def _blank(self, batch: int) -> dict[str, Tensor]:
         state = self.stack.empty(batch)
-        return {"value": state.value, "lse": state.lse} | nothing_recent(batch, self.last_events, self.device)
+        blank = {"value": state.value, "lse": state.lse}
+        if self.last_events > 1:
+            times = torch.zeros(batch, self.last_events - 1, dtype=torch.float64, device=self.device)
+            nothing = torch.full_like(times, MarkEmbedding.NOTHING, dtype=torch.int64)
+            blank |= dict(zip(RECENT, (times, times.clone(), nothing), strict=True))
+        return blank
 
     def _observe(self, state: ConstantState, chunk: Chunk) -> dict[str, Tensor]:
-        clock = self._since(state.start[:, None], chunk.times)
-        if chunk.times.shape[1] == 1:
-            seen = self._observe_one(chunk, clock)
-        else:
-            seen = self._observe_some(chunk, clock)
-        return state.holding(state.attention._joined(seen)) | state.recent_after(chunk)
+        clock = self.scale.since(state.start[:, None], chunk.times)
+        seen = (self._observe_one if chunk.times.shape[1] == 1 else self._observe_some)(chunk, clock)
+        joined = state.attention.merge(seen)
+        return {"value": joined.value, "lse": joined.lse} | state.recent_after(chunk)
 
     def _scan(
         self, state: ConstantState, chunk: Chunk, wanted: Bool[Tensor, "b t"] | None
     ) -> tuple[Float[Tensor, "b t f"], dict[str, Tensor]]:
-        clock = self._since(state.start[:, None], chunk.times)
+        clock = self.scale.since(state.start[:, None], chunk.times)
         q, k, v = self._attended(chunk, clock)
-        drift = None if self.log_rates is None else (self.log_rates.exp(), clock)
+        rates, held = self._rates(), state.attention
+        drift = None if rates is None else (rates, clock)
         few = 8 if k.device.type == "cpu" else 32  # the result is the same
-        prefixes = AttentionState.scan(q, k, v, chunk.mask, drift=drift, initial=state.attention, chunk=few)
+        prefixes = AttentionState.scan(q, k, v, chunk.mask, drift=drift, initial=held, chunk=few)
         memory = {"value": prefixes.value[:, -1].clone(), "lse": prefixes.lse[:, -1].clone()}
         memory |= state.recent_after(chunk)
-        held, since = state.attention, self._since(state.start, state.last_time)
-        before, after = (held.value, held.lse, since), (prefixes.value, prefixes.lse, clock)
+        before = held.value, held.lse, self.scale.since(state.start, state.last_time)
+        after = prefixes.value, prefixes.lse, clock
         parts = [shifted(*pair).flatten(0, 1) for pair in zip(before, after, strict=True)]
         parts += [windows(*pair).flatten(0, 1) for pair in zip(state.last, chunk[1:3], strict=True)]
         if wanted is None:
-            return self._known(*parts).unflatten(0, clock.shape), memory
+            return self._known(*parts, rates=rates).unflatten(0, clock.shape), memory
         index = wanted.flatten().nonzero().squeeze(-1)  # only what is asked for is read
-        known = self._known(*(part[index] for part in parts))
+        known = self._known(*(part[index] for part in parts), rates=rates)
         features = known.new_zeros(wanted.numel(), known.shape[-1]).index_copy(0, index, known)
         return features.unflatten(0, wanted.shape), memory
 
-    def _read(self, state: ConstantState) -> Float[Tensor, "b f"]:
-        clock = self._since(state.start, state.last_time)
-        attention = state.attention
-        return self._known(attention.value, attention.lse, clock, *state.last)
+    def read(self, state: ConstantState) -> Float[Tensor, "b f"]:
+        """What is known after all events seen."""
+        clock = self.scale.since(state.start, state.last_time)
+        return self._known(
+            state.memory["value"], state.memory["lse"], clock, *state.last, rates=self._rates()
+        )
 
     # Inside
+
+    def _rates(self) -> Float64[Tensor, "depth h s"] | None:
+        """By how much a typical gap makes events count less; float64, since it is multiplied by the clock."""
+        return None if self.log_rates is None else self.log_rates.double().exp()
 
     def _tokens(self, chunk: Chunk, clock: Float64[Tensor, "b t"]) -> Float[Tensor, "b t d"]:
         """Mark, time since the start and log gap of each event, as far as asked for, in one vector."""
@@ -177,7 +187,7 @@ class CMHP(PointProcess[ConstantState]):
         if self.absolute_time:
             tokens = tokens + sinusoids(clock, tokens.shape[-1]).to(tokens.dtype)
         if self.gaps is not None:
-            tokens = tokens + self.gaps(self._standard(chunk.gaps))
+            tokens = tokens + self.gaps(self.scale.standard(chunk.gaps))
         return tokens if self.embed is None else self.embed(tokens)
 
     def _attended(self, chunk: Chunk, clock: Float64[Tensor, "b t"]) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,25 +198,24 @@ class CMHP(PointProcess[ConstantState]):
 
     def _observe_one(self, chunk: Chunk, clock: Float64[Tensor, "b 1"]) -> AttentionState:
         """One event of each stream: its scores are the log-normalisers, its values what every slot reads."""
-        seen = self.stack.observe(self._tokens(chunk, clock), chunk.mask)
-        value, lse = seen.value, seen.lse
-        if self.relative_time:
-            value = _turned(value, clock[:, :, None, None])
-        if self.log_rates is not None:
-            lse = lse + self.log_rates.exp() * clock[:, :, None, None]
-        return AttentionState(value, lse, seen.count)
+        seen, rates = self.stack.observe(self._tokens(chunk, clock), chunk.mask), self._rates()
+        value, lse, now = seen.value, seen.lse, clock[:, :, None, None]
+        return AttentionState(
+            _turned(value, now) if self.relative_time else value,
+            lse if rates is None else torch.addcmul(lse, rates, now),
+            seen.count,
+        )
 
     def _observe_some(self, chunk: Chunk, clock: Float64[Tensor, "b t"]) -> AttentionState:
         """Several events: rate x time is one more channel of queries and keys, counted from the last."""
-        q, k, v = self._attended(chunk, clock)
-        if self.log_rates is None:
+        (q, k, v), rates = self._attended(chunk, clock), self._rates()
+        if rates is None:
             return AttentionState.observe(q, k, v, chunk.mask)
-        rates, last = self.log_rates.exp(), clock[:, -1:]
+        last = clock[:, -1:]
         ago = (clock - last).to(k.dtype)[:, None, None, :, None].expand(*k.shape[:-1], 1)
-        q, k, v = torch.cat([q, rates[..., None]], -1), torch.cat([k, ago], -1), F.pad(v, (0, 1))
-        seen = AttentionState.observe(q, k, v, chunk.mask)
-        lse = seen.lse + rates * last[:, :, None, None]
-        return AttentionState(seen.value[..., :-1], lse, seen.count)
+        q = torch.cat([q, rates[..., None].to(q.dtype)], -1)
+        seen = AttentionState.observe(q, torch.cat([k, ago], -1), F.pad(v, (0, 1)), chunk.mask)
+        return AttentionState(seen.value[..., :-1], seen.lse + rates * last[:, :, None, None], seen.count)
 
     def _known(
         self,
@@ -215,21 +224,22 @@ class CMHP(PointProcess[ConstantState]):
         clock: Float64[Tensor, " n"],
         gaps: Float64[Tensor, "n k"],
         marks: Int64[Tensor, "n k"],
+        *,
+        rates: Float64[Tensor, "depth h s"] | None,
     ) -> Float[Tensor, "n d"]:
-        """What n states, each with its last events, tell of the next one."""
+        """What n states, each with its last events, say of the next one."""
         now = clock[:, None, None, None]
         value = value.to(self.dtype)
         if self.relative_time:
             value = _turned(value, -now)
         latents = self.latents.expand(len(value), -1, -1)
-        levels = self.stack.read(AttentionState(value, lse, marks[:, -1]), latents)
-        known: Tensor = self.project(levels[-1].flatten(1))
+        known: Tensor = self.project(self.stack.read_value(value, latents)[-1].flatten(1))
         if self.last is not None and self.last_mark is not None and self.last_gap is not None:
             known = known + self.last(
-                (self.last_mark(marks) + self.last_gap(self._standard(gaps))).flatten(1)
+                (self.last_mark(marks) + self.last_gap(self.scale.standard(gaps))).flatten(1)
             )
         if self.mass is not None:
-            ago = lse if self.log_rates is None else lse - self.log_rates.exp() * now
+            ago = lse if rates is None else torch.addcmul(lse, rates, now, value=-1.0)
             known = known + self.mass(F.softplus(ago).to(known.dtype).flatten(1))
         out: Tensor = self.norm(known)
         return out

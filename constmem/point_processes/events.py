@@ -9,12 +9,13 @@ from jaxtyping import Bool, Float, Float64, Int, Int64
 from torch import Tensor
 
 from constmem.core import checks
-from constmem.point_processes.event_checks import check_events
 from constmem.point_processes.padding import (
     UNKNOWN,
     Bounds,
     Sequences,
     bounds_of,
+    check_events,
+    exact,
     marks_of,
     one_sequence,
     pad,
@@ -73,7 +74,8 @@ class Events:
 
         Args:
             times: one sequence of never decreasing numbers for each sequence of events. One without
-                events is a watch in vain: it needs a t_start.
+                events is a watch in vain: it needs a t_start. Whole numbers that float64 would round, such
+                as nanoseconds since 1970, are refused: count them from the start of their sequence.
             marks: as many whole numbers each; -1 where unknown. Where none are given, all events are of
                 the one kind there is, or unknown if num_marks says that there are more.
             t_start: one number, or one a sequence. By default a watch begins with its first event, whose
@@ -82,7 +84,7 @@ class Events:
             unit: of all times.
             num_marks: how many kinds there are; needed beside marks.
         """
-        rows = [one_sequence("times", k, row) for k, row in enumerate(times)]
+        rows = [exact(f"times[{k}]", one_sequence("times", k, row)) for k, row in enumerate(times)]
         if t_start is None:
             for k, row in enumerate(rows):
                 if not len(row):
@@ -90,10 +92,10 @@ class Events:
                         f"sequence {k} has no events, so that nobody knows when its watch began: "
                         "give t_start=, or leave the sequence out"
                     )
-            t_start = [float(row[0]) for row in rows]
-        starts = bounds_of("t_start", t_start, len(rows))
+            t_start = torch.stack([row[0] for row in rows]) if rows else []
+        starts = exact("t_start", bounds_of("t_start", t_start, len(rows)))
         kinds, num_marks = marks_of(marks, rows, num_marks)
-        ends = None if t_end is None else bounds_of("t_end", t_end, len(rows))
+        ends = None if t_end is None else exact("t_end", bounds_of("t_end", t_end, len(rows)))
         padded, mask = pad(rows, starts.tolist(), torch.float64)
         return Events(padded, kinds, mask, starts, ends, unit, num_marks)
 
@@ -102,7 +104,7 @@ class Events:
         gaps: Sequences,
         *,
         marks: Sequences | None = None,
-        t_start: Bounds = 0.0,
+        t_start: Bounds = 0,
         t_end: Bounds = None,
         unit: str,
         num_marks: int | None = None,
@@ -112,7 +114,7 @@ class Events:
         A sequence's first gap is that from t_start; the rest is as in `from_arrival_times`.
         """
         rows = [one_sequence("gaps", k, row) for k, row in enumerate(gaps)]
-        starts = bounds_of("t_start", 0.0 if t_start is None else t_start, len(rows))
+        starts = bounds_of("t_start", 0 if t_start is None else t_start, len(rows))
         for k, row in enumerate(rows):
             if (row < 0).any():
                 i = int((row < 0).nonzero()[0])
@@ -120,6 +122,8 @@ class Events:
                     f"gaps[{k}][{i}] is {row[i].item()}: the time between two events cannot be negative; "
                     "sort each sequence by time before taking differences"
                 )
+        if starts.is_floating_point():
+            rows = [exact(f"gaps[{k}]", row) for k, row in enumerate(rows)]
         times = [start + row.cumsum(0) for start, row in zip(starts, rows, strict=True)]
         return Events.from_arrival_times(
             times, marks=marks, t_start=starts, t_end=t_end, unit=unit, num_marks=num_marks

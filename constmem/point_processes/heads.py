@@ -1,11 +1,11 @@
 """Times, gaps and marks as vectors, and back to distributions: a mixture over gaps, a softmax over marks."""
 
 from math import log, pi
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 from torch.distributions import Distribution, constraints
 
@@ -14,7 +14,25 @@ from constmem.core.layers import MLP, keep_variance
 
 LOG_SCALE = (-5.0, 1.0)  # bounds of a component's log deviation, in deviations of the data's log gaps
 REACH = 10.0  # of a component's mean, in the same deviations
+LONGEST = 1e12  # typical gaps from a start: beyond, float64 rounds the gaps between events
 QUANTILES = 16  # at which marks that depend on the gap are averaged over it
+
+
+class Scale(NamedTuple):
+    """How a model counts time: mean and deviation of the log gaps it expects, and the tick of its clock."""
+
+    mean: Float[Tensor, ""]
+    std: Float[Tensor, ""]
+    tick: Float[Tensor, ""]
+
+    def standard(self, gaps: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
+        """Standardised log gaps in the model's precision; NaN for no gap at all."""
+        z = (gaps.clamp_min(self.tick).log() - self.mean) / self.std
+        return torch.where(gaps > 0, z, torch.nan).to(self.mean.dtype)
+
+    def since(self, start: Float64[Tensor, "*#b"], times: Float64[Tensor, "*b"]) -> Float64[Tensor, "*b"]:
+        """Times counted from the start, in typical gaps."""
+        return ((times - start) * torch.exp(-self.mean.double())).clamp_max(LONGEST)
 
 
 def sinusoids(times: Float[Tensor, "*b"], dim: int) -> Float[Tensor, "*b d"]:
@@ -227,7 +245,7 @@ class MarkHead(nn.Module):
 
     def __init__(self, *, dim: int, hidden: int, num_marks: int, given_gap: bool) -> None:
         super().__init__()
-        self.given_gap = given_gap
+        self.given_gap, self.num_marks = given_gap, num_marks
         self.from_features = keep_variance(nn.Linear(dim, hidden))
         self.from_gap = GapFeatures(dim=hidden) if given_gap else None
         self.out = keep_variance(nn.Linear(hidden, num_marks), gain=0.1)  # at first all marks are alike

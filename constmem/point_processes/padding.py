@@ -1,4 +1,4 @@
-"""From ragged sequences to padded tensors: times, marks and bounds, each checked by its sequence."""
+"""From ragged sequences to padded tensors, and what is wrong with them: which sequence, at which index."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -6,21 +6,83 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float64, Int64
+from numpy.typing import NDArray
 from torch import Tensor
 
+from constmem.core import checks
+
+Given = NDArray[Any] | Sequence[Any] | int | float  # numbers that are no tensor yet
 Sequences = Iterable[Any]  # of sequences of numbers: lists, arrays or tensors
-Bounds = int | float | Sequence[int | float] | Tensor | None
-UNKNOWN = -1  # a mark nobody told
+Bounds = Given | Tensor | None
+UNKNOWN = -1  # a mark that nobody knows
+
+
+def numbers(name: str, given: Any) -> Tensor:
+    """Numbers as they are given, of a tensor, an array or lists: whole ones as int64, others as float64."""
+    if isinstance(given, Tensor):
+        if given.dtype == torch.bool:
+            raise TypeError(f"{name} is boolean, but numbers are needed (a mask is given by mask=)")
+        return given.detach().double() if given.is_floating_point() else given.detach().long()
+    try:
+        array = np.asarray(given)
+        if array.dtype.kind in "MmUS":
+            raise TypeError(f"it holds {array.dtype}")
+        whole = array.dtype.kind == "i" or (array.dtype.kind == "u" and array.itemsize < 8)
+        values = array.astype(np.int64 if whole else np.float64)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} is not a sequence of numbers ({error}){_advice(given)}") from error
+    if array.dtype.kind in "uO":
+        for index, found in np.ndenumerate(array):
+            if isinstance(found, int | np.integer) and int(found) != float(found):
+                raise _rounded(name, index, int(found))
+    return torch.as_tensor(values)
+
+
+def exact(name: str, values: Tensor) -> Float64[Tensor, "*b"]:
+    """The same numbers in float64; whole ones that it would round are refused."""
+    if values.is_floating_point():
+        return values
+    wide = values.double()
+    if values.numel() and int(values.abs().max()) > 2**53:
+        wrong = (wide.long() != values).nonzero()
+        if len(wrong):
+            index = tuple(wrong[0].tolist())
+            raise _rounded(name, index, int(values[index]))
+    return wide
+
+
+def _rounded(name: str, index: Sequence[int], found: int) -> ValueError:
+    return ValueError(
+        f"{name}{''.join(f'[{i}]' for i in index)} is {found}, which float64 would round to "
+        f"{int(float(found))}: count times from the start of their sequence while they are whole numbers, as "
+        "in [row - row[0] for row in times]"
+    )
+
+
+def moments(name: str, given: Any) -> Float64[Tensor, " b"]:
+    """One time for each stream, from as many or from a single number; a copy."""
+    values = exact(name, numbers(name, given))
+    if values.ndim > 1:
+        raise ValueError(f"{name} has shape {tuple(values.shape)}, but one time for each stream is needed")
+    return values.reshape(-1).clone()
+
+
+def _advice(given: Any) -> str:
+    """What to do with what is no number."""
+    kind = getattr(getattr(given, "dtype", None), "kind", "")
+    if kind in ("M", "m") or type(given).__name__ in ("Timestamp", "datetime", "DatetimeIndex"):
+        return ": count timestamps in a unit, as in (stamps - stamps[0]) / np.timedelta64(1, 's')"
+    if isinstance(given, str):
+        return (
+            ": of a data frame give the rows of each sequence, as in [part['time'] for _, part in "
+            "frame.groupby('user')]"
+        )
+    return ": give numbers, such as seconds since a start"
 
 
 def one_sequence(what: str, k: int, row: Any, *, whole: bool = False) -> Tensor:
-    """One sequence of finite numbers as float64, or of whole numbers as int64."""
-    try:
-        values = (
-            row.detach().cpu() if isinstance(row, Tensor) else torch.as_tensor(np.asarray(row, np.float64))
-        )
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{what}[{k}] is not a sequence of numbers ({error})") from error
+    """One sequence of finite numbers, or (`whole`) of whole ones as int64."""
+    values = numbers(f"{what}[{k}]", row).cpu()
     if not values.ndim:
         raise ValueError(
             f"{what}[{k}] is one number, not a sequence of them: a single sequence is a list of one, as in "
@@ -30,25 +92,21 @@ def one_sequence(what: str, k: int, row: Any, *, whole: bool = False) -> Tensor:
         raise ValueError(
             f"{what}[{k}] has shape {tuple(values.shape)}, but one number for each event is needed"
         )
-    values = values.double()
     finite = torch.isfinite(values)
     if not bool(finite.all()):
         i = int((~finite).nonzero()[0])
         raise ValueError(f"{what}[{k}][{i}] is {values[i].item()}: every number must be finite")
     if not whole:
         return values
-    if bool((values != values.round()).any()):
+    if values.is_floating_point() and bool((values != values.round()).any()):
         i = int((values != values.round()).nonzero()[0])
         raise ValueError(f"marks[{k}][{i}] is {values[i].item()}: marks are whole numbers")
     return values.long()
 
 
-def bounds_of(name: str, bounds: Bounds, count: int) -> Float64[Tensor, " b"]:
+def bounds_of(name: str, bounds: Bounds, count: int) -> Tensor:
     """One number a sequence, from as many or from one for all."""
-    values = torch.as_tensor(
-        np.asarray(bounds, dtype=np.float64) if not isinstance(bounds, Tensor) else bounds
-    )
-    values = values.detach().cpu().double()
+    values = numbers(name, bounds).cpu()
     if values.ndim > 1 or (values.ndim == 1 and len(values) != count):
         raise ValueError(
             f"{name} has shape {tuple(values.shape)}, but one number is needed, or one for each of the "
@@ -94,3 +152,102 @@ def pad(
         out[k, n:] = row[-1] if repeat and n else empty[k]
         mask[k, :n] = True
     return out, mask
+
+
+def check_events(
+    times: Tensor, marks: Tensor, mask: Tensor, t_start: Tensor, t_end: Tensor | None, *, unit: str,
+    num_marks: int,
+) -> None:  # fmt: skip
+    """Refuse anything but a batch as `Events` describes it; the device is waited for once."""
+    if not isinstance(unit, str) or not unit:
+        raise ValueError(f"unit is {unit!r}, but must name what times are counted in, such as 'second'")
+    checks.positive("num_marks", num_marks)
+    _check_shapes(times, marks, mask, t_start, t_end)
+    before = torch.cat([t_start[:, None], times], 1)[:, :-1]
+    finite = torch.isfinite(times) & torch.isfinite(t_start)[:, None]
+    sorted_ = (times >= before) | ~finite  # what is not finite comes first
+    packed = mask[:, :-1] | ~mask[:, 1:]
+    repeated = mask | (times == before)
+    in_range = torch.where(mask, (marks >= -1) & (marks < num_marks), marks == -1)
+    whole = torch.isfinite(t_start).all()
+    if t_end is not None:
+        last = times[:, -1] if times.shape[1] else t_start
+        whole = whole & torch.isfinite(t_end).all() & (t_end >= last).all()
+    good = torch.stack([x.all() for x in (finite, sorted_, packed, repeated, in_range, whole)])
+    if bool(good.all()):
+        return
+    _explain(times, marks, mask, t_start, t_end, num_marks, finite, sorted_, packed, in_range)
+
+
+def _check_shapes(times: Tensor, marks: Tensor, mask: Tensor, t_start: Tensor, t_end: Tensor | None) -> None:
+    if times.ndim != 2:
+        raise ValueError(f"times has shape {tuple(times.shape)}, but (sequences, events) is needed")
+    b = times.shape[:1]
+    wanted = (
+        ("times", times, torch.float64, times.shape),
+        ("marks", marks, torch.int64, times.shape),
+        ("mask", mask, torch.bool, times.shape),
+        ("t_start", t_start, torch.float64, b),
+        *(() if t_end is None else (("t_end", t_end, torch.float64, b),)),
+    )
+    for name, tensor, dtype, shape in wanted:
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} is {tensor.dtype}, but {dtype} is needed: convert it first")
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, but {tuple(shape)} is needed beside times"
+            )
+        if tensor.device != times.device:
+            raise ValueError(f"{name} is on {tensor.device}, but times on {times.device}: move one of them")
+
+
+def _explain(
+    times: Tensor, marks: Tensor, mask: Tensor, t_start: Tensor, t_end: Tensor | None, num_marks: int,
+    finite: Tensor, sorted_: Tensor, packed: Tensor, in_range: Tensor,
+) -> None:  # fmt: skip
+    """Say what is wrong with a batch that failed its checks: the first fault in reading order."""
+    _explain_bounds(t_start, t_end)
+    if not bool(finite.all()):
+        k, i = _first(~finite)
+        raise ValueError(f"times[{k}, {i}] is {times[k, i].item()}: every time must be finite")
+    if not bool(packed.all()):
+        k, i = _first(~packed)
+        raise ValueError(
+            f"sequence {k} has padding at index {i} before a real event: put the real events first"
+        )
+    if not bool(sorted_.all()):
+        k, i = _first(~sorted_)
+        raise ValueError(
+            f"the times of sequence {k} decrease at index {i}: {times[k, i].item()} comes after "
+            + (f"{times[k, i - 1].item()}" if i else f"its t_start, {t_start[k].item()}")
+            + "; times are absolute and sorted (for differences use from_gaps)"
+        )
+    if not bool(in_range.all()):
+        k, i = _first(~in_range)
+        if not bool(mask[k, i]):
+            raise ValueError(f"marks[{k}, {i}] is {marks[k, i].item()}, but is padding: it must be -1")
+        raise ValueError(
+            f"marks[{k}, {i}] is {marks[k, i].item()}: marks go from 0 to num_marks - 1 = {num_marks - 1}, "
+            "and -1 is an unknown one"
+        )
+    if t_end is not None:
+        last = times[:, -1] if times.shape[1] else t_start
+        if not bool((t_end >= last).all()):
+            k = int((t_end < last).nonzero()[0])
+            raise ValueError(
+                f"t_end of sequence {k} is {t_end[k].item()}, before its last event at {last[k].item()}: "
+                "leave out events after t_end, or give a later one"
+            )
+    raise ValueError("padding must repeat the last real time of its sequence (t_start where there is none)")
+
+
+def _explain_bounds(t_start: Tensor, t_end: Tensor | None) -> None:
+    for name, bound in (("t_start", t_start), *(() if t_end is None else (("t_end", t_end),))):
+        if not bool(torch.isfinite(bound).all()):
+            k = int((~torch.isfinite(bound)).nonzero()[0])
+            raise ValueError(f"{name} of sequence {k} is {bound[k].item()}: it must be finite")
+
+
+def _first(bad: Tensor) -> tuple[int, int]:
+    k, i = bad.nonzero()[0].tolist()
+    return k, i

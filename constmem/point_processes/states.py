@@ -1,23 +1,29 @@
-"""What event models remember: a clock (start, last event), and a memory of what came before."""
+"""What event models remember: a clock (start, last event) and a memory, which merges where it can."""
 
-import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from constmem.core.files import read_tensors, write_tensors
+from constmem.core import checks
+from constmem.core.monoid import Monoid, State
+from constmem.core.state import AttentionState
+from constmem.point_processes.chunks import Chunk
+from constmem.point_processes.heads import MarkEmbedding
 
-KIND, VERSION = "constmem.events", 1
-CLOCK = ("start", "last_time", "last_gap", "last_mark", "count")
+_MEMORY = "memory."  # before the names of what a memory holds, in files
+CLOCK = {"start": torch.float64, "last_time": torch.float64, "last_gap": torch.float64}
+CLOCK |= {"last_mark": torch.int64, "count": torch.int64}
+RECENT = ("recent_times", "recent_gaps", "recent_marks")  # of the events before the last, oldest first
+Recent = tuple[Float64[Tensor, "b k"], Float64[Tensor, "b k"], Int64[Tensor, "b k"]]
 S = TypeVar("S", bound="EventState")
+M = TypeVar("M", bound="EventMonoid")
 
 
 @dataclass(frozen=True, eq=False)
-class EventState:
+class EventState(State):
     """All that a model remembers of a batch of event streams; immutable.
 
     Attributes:
@@ -29,6 +35,12 @@ class EventState:
         fingerprint: which weights made it; None when unknown (or still being trained).
     """
 
+    KIND: ClassVar[str] = "constmem.events"
+    AXES: ClassVar[str] = "(features,)"
+    LEAD: ClassVar[str] = "start"
+    NEEDED: ClassVar[dict[str, int]] = {"known": 2}  # the axes of what is in every memory, by name
+    MORE: ClassVar[dict[str, int]] = {}  # of what some memories hold too, all of it or nothing
+
     start: Float64[Tensor, " b"]
     last_time: Float64[Tensor, " b"]
     last_gap: Float64[Tensor, " b"]
@@ -37,62 +49,252 @@ class EventState:
     memory: dict[str, Tensor]
     fingerprint: str | None = None
 
-    @property
-    def batch(self) -> int:
-        """How many streams it is the state of."""
-        return len(self.start)
+    def moved(self: S, chunk: Chunk, memory: dict[str, Tensor]) -> S:
+        """The state with a new memory, and the clock at the last real event of a chunk."""
+        return replace(
+            self,
+            last_time=chunk.last_of(chunk.times, self.last_time),
+            last_gap=chunk.last_of(chunk.gaps, self.last_gap),
+            last_mark=chunk.last_of(chunk.marks, self.last_mark),
+            count=self.count + (chunk.times.shape[1] if chunk.mask is None else chunk.mask.sum(-1)),
+            memory=memory,
+        )
+
+    def merge(self: S, later: S) -> S:
+        """Refused: a model that remembers so is a `Transition`."""
+        raise NotImplementedError(
+            "cannot merge states of a model whose every event changes what the one before it left (a "
+            "Transition, as the GRU is): a later part of a stream has no state of its own; update the state "
+            "with its events instead"
+        )
 
     @property
-    def device(self) -> torch.device:
-        """Where its tensors are."""
-        return self.start.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes remembered."""
-        return sum(t.nbytes for t in self._tensors().values())
-
-    def to(self: S, device: torch.device | str) -> S:
-        """The same state elsewhere."""
-        return self._mapped(lambda t: t.to(device))
-
-    def detach(self: S) -> S:
-        """The same state cut off from the graph that computed it."""
-        return self._mapped(Tensor.detach)
+    def layout(self) -> tuple[int, ...]:
+        """The width of what is known."""
+        return self.memory["known"].shape[1:]
 
     def repeat(self: S, times: int) -> S:
         """Every stream `times` times, side by side: several futures of each can be sampled at once."""
         return self._mapped(lambda t: t.repeat_interleave(times, 0))
 
-    def select(self: S, index: Tensor | slice) -> S:
-        """The states of some of the streams."""
-        return self._mapped(lambda t: t[index])
-
-    def signed(self: S, fingerprint: str) -> S:
-        """The same state with the name of the weights that made it."""
-        return replace(self, fingerprint=fingerprint)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state, atomically, as a safetensors file with a versioned header."""
-        header = {"format": KIND, "version": str(VERSION), "fingerprint": self.fingerprint or ""}
-        write_tensors(path, self._tensors(), header)
+    def tensors(self) -> dict[str, Tensor]:
+        """All it is made of, by name."""
+        clock = {name: getattr(self, name) for name in CLOCK}
+        return clock | {_MEMORY + name: t for name, t in self.memory.items()}
 
     @classmethod
-    def load(cls: type[S], path: str | os.PathLike[str], device: torch.device | str | None = None) -> S:
-        """Read a state that `save` wrote."""
-        tensors, header = read_tensors(path, kind=KIND, version=VERSION)
-        missing = set(CLOCK) - tensors.keys()
-        if missing:
-            raise ValueError(f"{path} is damaged: it lacks {sorted(missing)}; save the state again")
-        clock = {name: tensors.pop(name) for name in CLOCK}
-        memory = {name.removeprefix("memory."): t for name, t in tensors.items()}
-        state = cls(**clock, memory=memory, fingerprint=header["fingerprint"] or None)
-        return state if device is None else state.to(device)
+    def _made(cls: type[S], tensors: dict[str, Tensor], fingerprint: str | None) -> S:
+        memory = {name.removeprefix(_MEMORY): t for name, t in tensors.items() if name not in CLOCK}
+        return cls(**{name: tensors[name] for name in CLOCK}, memory=memory, fingerprint=fingerprint)
 
-    def _tensors(self) -> dict[str, Tensor]:
-        clock = {name: getattr(self, name) for name in CLOCK}
-        return clock | {f"memory.{name}": t for name, t in self.memory.items()}
+    @classmethod
+    def _require(cls, tensors: dict[str, Tensor]) -> None:
+        more = cls.MORE if any(_MEMORY + name in tensors for name in cls.MORE) else {}
+        axes = {_MEMORY + name: axes for name, axes in (cls.NEEDED | more).items()}
+        checks.named(tensors, axes.keys() | CLOCK.keys())
+        for name, t in tensors.items():
+            if t.ndim != axes.get(name, 1) or t.dtype != CLOCK.get(name, t.dtype):
+                raise ValueError(f"holds a {name} that does not fit: {tuple(t.shape)} {t.dtype}")
+        if bool((tensors["last_mark"] < MarkEmbedding.NOTHING).any()):
+            raise ValueError("holds a last_mark below -2")
 
-    def _mapped(self: S, function: Callable[[Tensor], Tensor]) -> S:
-        clock: dict[str, Any] = {name: function(getattr(self, name)) for name in CLOCK}
-        return replace(self, **clock, memory={name: function(t) for name, t in self.memory.items()})
+
+@dataclass(frozen=True, eq=False)
+class EventMonoid(EventState, Monoid):
+    """A state that merges with those of later parts of its streams; this one has no memory but the clock.
+
+    All parts count time from one start: see `PointProcess.observe`.
+    """
+
+    AXES: ClassVar[str] = "()"
+    NEEDED: ClassVar[dict[str, int]] = {}
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """Nothing: all such states are alike."""
+        return ()
+
+    def merge(self: M, later: M) -> M:
+        """The state of both parts of the streams; associative, with `PointProcess.empty` its identity."""
+        self._require_parts(later, "merge")
+        after = later.last_time > self.last_time
+        at_once = (later.last_time == self.last_time) & (later.last_gap == 0) & (self.last_gap > 0)
+        seen, both = (self.count > 0) & (later.count > 0), (self.count > 0) == (later.count > 0)
+        theirs = torch.where(both, after | (at_once & seen), later.count > 0)
+        clock: dict[str, Any] = {
+            name: torch.where(theirs, getattr(later, name), getattr(self, name))
+            for name in ("last_time", "last_gap", "last_mark")
+        }
+        return replace(
+            self, **clock, count=self.count + later.count, memory=self._merged(later),
+            fingerprint=self.fingerprint or later.fingerprint,
+        )  # fmt: skip
+
+    def _merged(self: M, later: M) -> dict[str, Tensor]:  # noqa: ARG002
+        """The memory of both parts."""
+        return {}
+
+    def _require_parts(self, other: "EventState", verb: str) -> None:
+        checks.state(verb, self, other)
+        if self.batch != other.batch or self.layout != other.layout:
+            raise ValueError(
+                f"cannot {verb} states of {self.batch} and {other.batch} streams, whose {self.AXES} is "
+                f"{self.layout} and {other.layout}: take those of one model and of the same streams, in order"
+            )
+        checks.alike(verb, self.start, other.start, (self.fingerprint, other.fingerprint))
+        if not torch.equal(self.start, other.start):
+            raise ValueError(
+                f"cannot {verb} states that count time from different starts ({self.start.tolist()} and "
+                f"{other.start.tolist()}): give observe the start of the whole stream, start="
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class ConstantState(EventMonoid):
+    """A state whose memory is an `AttentionState`: as large after a million events as after one.
+
+    Parts of a stream merge in any order, and an earlier part can be removed.
+    """
+
+    AXES: ClassVar[str] = "(depth, heads, slots, channels, last events)"
+    NEEDED: ClassVar[dict[str, int]] = {"value": 5, "lse": 4}
+    MORE: ClassVar[dict[str, int]] = dict.fromkeys(RECENT, 2)
+
+    @classmethod
+    def _require(cls, tensors: dict[str, Tensor]) -> None:
+        super()._require(tensors)
+        value, lse = (tensors[_MEMORY + name] for name in ("value", "lse"))
+        recent = {tensors[_MEMORY + name].shape for name in RECENT if _MEMORY + name in tensors}
+        if value.shape[:-1] != lse.shape or value.dtype != lse.dtype or len(recent) > 1:
+            raise ValueError("holds a value and an lse, or last events, that do not fit each other")
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """The shape of the attention's value but for the batch, and how many events are remembered."""
+        recent = self.memory[RECENT[0]].shape[1] if RECENT[0] in self.memory else 0
+        return *self.memory["value"].shape[1:], recent + 1
+
+    @property
+    def attention(self) -> AttentionState:
+        """The memory and its algebra."""
+        return AttentionState(self.memory["value"], self.memory["lse"], self.count, self.fingerprint)
+
+    @property
+    def last(self) -> tuple[Float64[Tensor, "b k"], Int64[Tensor, "b k"]]:
+        """Gaps and marks of the last events, oldest first; marks of -2 where there were fewer."""
+        return self._remembered[1:]
+
+    @property
+    def _remembered(self) -> Recent:
+        """Times, gaps and marks of the last events."""
+        times, gaps, marks = (
+            torch.cat([self.memory[name], last[:, None]], 1) if name in self.memory else last[:, None]
+            for name, last in zip(RECENT, (self.last_time, self.last_gap, self.last_mark), strict=True)
+        )
+        return times, gaps, marks
+
+    def recent_after(self, chunk: Chunk) -> dict[str, Tensor]:
+        """What is remembered of single events, once those of a chunk are seen."""
+        if RECENT[0] not in self.memory:
+            return {}
+        pairs = zip(self._remembered, chunk[:3], strict=True)
+        return _recent(*(chunk.latest(each, before) for before, each in pairs))
+
+    def _merged(self, later: "ConstantState") -> dict[str, Tensor]:
+        joined = self.attention.merge(later.attention)
+        memory = {"value": joined.value, "lse": joined.lse}
+        if RECENT[0] in self.memory:
+            memory |= _recent(*_latest(later._remembered, self._remembered))
+        return memory
+
+    def remove(self, other: "ConstantState", *, max_share: float = 0.999) -> "ConstantState":
+        """The state without an earlier part of the streams: undoes `merge`, the last event stays."""
+        self._require_parts(other, "remove")
+        held = (other.count > 0) & (other.last_time >= self.last_time)
+        if bool(held.any()):
+            k = int(held.nonzero()[0])
+            raise ValueError(
+                f"the part to remove from stream {k} holds its last event, at {self.last_time[k].item()}: "
+                "nobody remembers the one before: remove earlier events, or condition again on those to keep"
+            )
+        left = self.attention.remove(other.attention, max_share=max_share)
+        memory = {"value": left.value, "lse": left.lse}
+        if RECENT[0] in self.memory:
+            pairs = zip(self._remembered, other._remembered, strict=True)
+            same = [mine[:, :, None] == theirs[:, None, :] for mine, theirs in pairs]
+            gone = (same[0] & same[1] & same[2]).any(-1)  # whoever removes them remembers them too
+            memory |= _recent(*_latest(_without(self._remembered, gone)))
+        return replace(self, count=left.count, memory=memory)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredEvents(EventMonoid):
+    """A state that keeps every event, with its keys and values in all layers: it grows with the stream.
+
+    Merging concatenates the events. Keys and values of the later part were computed without the earlier one:
+    they are computed anew when the merged state is first used.
+    """
+
+    AXES: ClassVar[str] = "(layers, 2, width)"
+    NEEDED: ClassVar[dict[str, int]] = {"cache": 5, "mask": 2, "known": 2}
+    MORE: ClassVar[dict[str, int]] = {"times": 2, "marks": 2}  # which files of version 0.1 do not hold
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """The shape of an event's keys and values."""
+        return self.memory["cache"].shape[2:]
+
+    @property
+    def cached(self) -> int:
+        """How many columns of events have their keys and values."""
+        return self.memory["cache"].shape[1]
+
+    def _merged(self, later: "StoredEvents") -> dict[str, Tensor]:
+        mine, theirs = self.memory, later.memory
+        if "times" not in mine or "times" not in theirs:
+            raise ValueError(
+                "cannot merge states of which one was saved by an earlier version, without its events: "
+                "condition again on the events themselves"
+            )
+        first = torch.where(theirs["mask"], theirs["times"], torch.inf).amin(1) if later.cached else None
+        if first is not None and bool((first < self.last_time).any()):
+            k = int((first < self.last_time).nonzero()[0])
+            raise ValueError(
+                f"stream {k} of the later part begins at {first[k].item()}, before the last event of the "
+                f"earlier one, at {self.last_time[k].item()}: merge in order of time, earlier.merge(later)"
+            )
+        if not mine["mask"].shape[1]:
+            return theirs
+        done = self.cached
+        columns = {
+            name: torch.cat([mine[name][:, done:], theirs[name]], 1) for name in ("times", "marks", "mask")
+        }
+        order = (~columns["mask"]).long().argsort(dim=1, stable=True)  # real events first
+        packed = {
+            name: torch.cat([mine[name][:, :done], t.gather(1, order)], 1) for name, t in columns.items()
+        }
+        return mine | packed
+
+
+def _recent(*last: Tensor) -> dict[str, Tensor]:
+    """The memory of the last events, but for the very last, which the clock knows."""
+    return {name: each[:, :-1].clone() for name, each in zip(RECENT, last, strict=True)}
+
+
+def _latest(*parts: Recent) -> Recent:
+    """The latest of the last events of some parts, as many as one has; of simultaneous ones without a gap
+    between them those of the last part are the later."""
+    times, gaps, marks = (torch.cat(each, 1) for each in zip(*parts, strict=True))
+    nothing = marks == MarkEmbedding.NOTHING
+    times, gaps, marks = _without((times, gaps, marks), nothing)
+    order = (gaps == 0).long().argsort(dim=1, stable=True)
+    by_time = torch.where(nothing, -torch.inf, times).gather(1, order).argsort(dim=1, stable=True)
+    kept = order.gather(1, by_time)[:, times.shape[1] - parts[0][0].shape[1] :]
+    return times.gather(1, kept), gaps.gather(1, kept), marks.gather(1, kept)
+
+
+def _without(last: Recent, gone: Tensor) -> Recent:
+    """Nothing in place of some of the events."""
+    times, gaps, marks = last
+    nothing = marks.masked_fill(gone, MarkEmbedding.NOTHING)
+    return times.masked_fill(gone, 0.0), gaps.masked_fill(gone, 0.0), nothing

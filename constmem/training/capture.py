@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from constmem.data import Events
-from constmem.point_processes.rewind import seeded
+from constmem.point_processes.chunks import seeded
 
 WARM = 3  # steps before a graph of the only shape there is
 MET = 2  # the time at which a shape of events is met that its graph is captured

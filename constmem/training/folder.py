@@ -6,7 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,19 @@ def _differing(there: Any, here: Any, name: str = "") -> list[str]:
 
 
 def prepare(
-    run: dict[str, Any], out: Path, *, resume: bool, own: Table | EventLog | None, where: torch.device
+    run: dict[str, Any],
+    out: Path,
+    *,
+    resume: bool,
+    own: Table | EventLog | None,
+    where: torch.device,
+    older: Mapping[str, Any],
 ) -> None:
-    """Write down how a run is made; of a folder that holds one, make sure that it is the same."""
+    """Write down how a run is made; of a folder that holds one, make sure that it is the same.
+
+    Args:
+        older: settings of the model that earlier versions did not write, as they were then.
+    """
     path = out / RUN
     content = {key: value for key, value in run.items() if value is not None}
     if path.exists():
@@ -76,6 +86,7 @@ def prepare(
             raise FileExistsError(f"{out} holds a run already: take another --out, or go on with --resume")
         before = read_run(out)["run"]
         before["recipe"] = complete(before["recipe"])
+        before["recipe"]["model"] = {**older, **before["recipe"]["model"]}
         clear_unfinished(out)
         if others := _differing(before, json.loads(json.dumps(content))):
             told = "; ".join(others)

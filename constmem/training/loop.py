@@ -101,7 +101,7 @@ def train(
     last = min(run.recipe.steps, stop_after or run.recipe.steps)
     with contextlib.ExitStack() as stack:
         took_a_step = stack.enter_context(run_folder.tentative(out))
-        run_folder.prepare(asdict(run), out, resume=resume, own=table, where=where)
+        run_folder.prepare(asdict(run), out, resume=resume, own=table, where=where, older=model.older)
         peak = Peak(where)
         begun = checkpoint.load(out, **kept) if goes_on else None
         log = stack.enter_context(contextlib.closing(Log(out, begun or 0, source.statement)))
@@ -208,7 +208,7 @@ def _stepper(
     if on_gpu and recipe.sampling != "ragged":
         step = capture.once(step, generator)
     elif on_gpu and compiled and recipe.sampling == "ragged" and recipe.reads >= 1.0:
-        graphs = capture.ByShape(taken, lambda generator: model._seeds(1, generator), model.at_once)
+        graphs = capture.ByShape(taken, lambda generator: model.seeds(1, generator), model.at_once)
         step = lambda: graphs(source.sample(generator), generator)  # noqa: E731
 
     def at_rate(rate: float) -> Tensor:

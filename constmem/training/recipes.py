@@ -13,7 +13,7 @@ from math import inf
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from constmem.core.names import known
-from constmem.training.variants import PLAIN_CMHP, settings_of
+from constmem.training.variants import PAPER_CMHP, settings_of
 
 Precision = Literal["float32", "tf32", "bf16"]
 Sampling = Literal["reference", "static", "ragged"]
@@ -194,7 +194,7 @@ def _is_cmhp(model: str) -> bool:
 
 def _event_recipe(model: str, num_marks: int, name: str) -> Recipe:
     """A model of events, or a variant of one; by the paper's recipe CMHP is the paper's, and so is Adam."""
-    chosen = PLAIN_CMHP if model == "cmhp" and name == "faithful" else settings_of(model)
+    chosen = PAPER_CMHP if model == "cmhp" and name == "faithful" else settings_of(model)
     common = Recipe(
         warmup=100, precision="tf32", validate_every=100, sampling="ragged",
         model={"num_marks": num_marks} | chosen,
@@ -203,10 +203,15 @@ def _event_recipe(model: str, num_marks: int, name: str) -> Recipe:
 
 
 def _architecture(dataset: str, model: str) -> dict[str, Any]:
-    """What the paper sets apart for a data set: depths of the CNP family, the kind of deviation."""
+    """What the paper sets apart for a data set: depths of the CNP family, the kind of deviation.
+
+    Runs of CANP, ANP and BANP say that they have no ReLU too many: those that do not say it had one, and are
+    neither resumed without it nor taken for seeds of those without.
+    """
     if model in _CNP_FAMILY:
         family = next(key for key in _DEPTHS if dataset.startswith(key))
-        return dict(zip(("pre_depth", "post_depth", "decoder_depth"), _DEPTHS[family], strict=True))
+        depths = dict(zip(("pre_depth", "post_depth", "decoder_depth"), _DEPTHS[family], strict=True))
+        return depths | ({"value_relu": False} if model in ("canp", "anp", "banp") else {})
     return {"std": "bounded" if dataset in ("emnist", "digits") else "exp"}
 
 

@@ -204,7 +204,7 @@ def _event_source(
         return loss_of(events, reads=recipe.reads, generator=generator)
 
     def prepare(model: PointProcess) -> None:
-        model.standardise(training)
+        model.set_scales(training)
 
     return Source(sample, validation, tests, statement, loss, _events_score, prepare)
 

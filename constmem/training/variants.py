@@ -6,11 +6,11 @@ from typing import Any
 
 from constmem.core.names import known
 
-PLAIN_CMHP: dict[str, Any] = {  # as in the paper, which has none of the other options
-    "num_slots": 128, "num_latents": 128,
+PLAIN_CMHP: dict[str, Any] = {  # the options as in the paper, which has none of the others
     "absolute_time": True, "last_events": 0, "recency": False, "mass": False, "relative_time": False,
     "gap_tokens": False, "mark_given_gap": False, "embed_depth": 0,
 }  # fmt: skip
+PAPER_CMHP = PLAIN_CMHP | {"num_slots": 128, "num_latents": 128}
 _GAP = {"gap": {"mark_given_gap": True}}  # the mark is predicted from the gap too
 
 # model -> variant -> settings; each is made for its model: in another its numbers would be something else
@@ -23,7 +23,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "small": {"dim": 32, "depth": 3, "num_slots": 32, "num_latents": 32, "hidden": 64},
         "matched": {"depth": 3, "hidden": 160},  # as many parameters as LBANP, within one in a hundred
     },
-    "cmhp": {"faithful": PLAIN_CMHP},
+    "cmhp": {"faithful": PAPER_CMHP},
     "thp": _GAP, "gru": _GAP, "trivial": _GAP,
 }  # fmt: skip
 

@@ -7,11 +7,11 @@ from typing import TypeVar
 import numpy as np
 import pytest
 import torch
+from literal import Literal
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from constmem import CMAB, CMANP, AttentionState, CMABStack
-from constmem.bench.literal import Literal
 from constmem.core.layers import MLP, CrossAttention, FeedForward, SelfAttention
 from constmem.core.observation import Observation
 from tests.conftest import Refuses

@@ -1,13 +1,17 @@
 """Writing files: all of one, or none of it."""
 
+import hashlib
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from constmem.core.files import read_tensors, write_bytes, write_tensors, write_text
+from constmem.core.files import LONGEST_JSON, read_json, read_tensors, write_bytes, write_tensors, write_text
 
 
 def test_what_is_written_can_be_read(tmp_path: Path) -> None:
@@ -75,6 +79,90 @@ def test_tensors_of_any_stride_come_back(tmp_path: Path) -> None:
     assert header["note"] == "x"
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_every_bit_of_a_file_counts(tmp_path: Path) -> None:
+    path = write_tensors(
+        tmp_path / "t", {"a": torch.rand(3), "mask": torch.tensor([True])}, {"format": "kind", "version": "1"}
+    )
+    content = path.read_bytes()
+    key = content.index(b"checksum")
+    for place in range(len(content)):
+        for bit in (0, 5):
+            path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
+            if key <= place < key + 8:  # the word "checksum" itself: as in files that have none
+                with pytest.warns(UserWarning, match="has no checksum"):
+                    read_tensors(path, kind="kind", version=1)
+            else:
+                with pytest.raises(ValueError, match=r"damaged|not a readable|expected|version"):
+                    read_tensors(path, kind="kind", version=1)
+
+
+def test_a_checksum_known_from_elsewhere_serves_a_file_that_has_none(tmp_path: Path) -> None:
+    save_file({"a": torch.rand(3)}, tmp_path / "t", {"format": "kind", "version": "1"})
+    known = hashlib.sha256((tmp_path / "t").read_bytes()).hexdigest()
+    assert read_tensors(tmp_path / "t", kind="kind", version=1, sha256=known)[0].keys() == {"a"}
+    with pytest.raises(ValueError, match="damaged: its checksum"):
+        read_tensors(tmp_path / "t", kind="kind", version=1, sha256="0" * 64)
+    with pytest.warns(UserWarning, match="has no checksum, as older versions wrote none"):
+        read_tensors(tmp_path / "t", kind="kind", version=1)
+
+
+def test_tensors_do_not_need_their_file_once_they_are_read(tmp_path: Path) -> None:
+    path = write_tensors(tmp_path / "t", {"a": torch.arange(5000)}, {"format": "kind", "version": "1"})
+    tensors, _ = read_tensors(path, kind="kind", version=1)
+    os.truncate(path, 0)
+    assert torch.equal(tensors["a"], torch.arange(5000))
+
+
+def test_tensors_of_absurd_sizes_and_endless_json_are_refused(tmp_path: Path) -> None:
+    for shape in ([0, 2**60], [2**63, 0]):
+        about = {"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}
+        text = json.dumps({"__metadata__": {"format": "kind", "version": "1"}, **about}).encode()
+        write_bytes(tmp_path / "t", len(text).to_bytes(8, "little") + text)
+        known = hashlib.sha256((tmp_path / "t").read_bytes()).hexdigest()
+        with pytest.raises(ValueError, match=r"absurd|not a readable"):
+            read_tensors(tmp_path / "t", kind="kind", version=1, sha256=known)
+    for text in (b"[" * 10**6, b" " * (LONGEST_JSON + 1)):
+        with pytest.raises(ValueError, match="damaged or of another kind"):
+            read_json(write_bytes(tmp_path / "j", text), "write it again")
+
+
+def test_a_link_and_a_mode_survive_a_save(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    real, link = tmp_path / "elsewhere" / "real", tmp_path / "link"
+    real.write_bytes(b"old")
+    real.chmod(0o640)
+    link.symlink_to(Path("elsewhere") / "real")
+    write_bytes(link, b"new")
+    assert link.is_symlink()
+    assert real.read_bytes() == b"new"
+    assert real.stat().st_mode & 0o777 == 0o640
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["elsewhere", "link", "real"]
+
+
+def test_what_a_killed_writer_left_is_cleared_by_the_next_and_what_another_is_writing_is_not(
+    tmp_path: Path,
+) -> None:
+    writing = """
+import os, sys, time
+from constmem.core import files
+os.fsync = lambda _: (print("writing", flush=True), time.sleep(600))
+files.write_bytes(sys.argv[1], b"never finished")
+"""
+    path = tmp_path / "a"
+    with subprocess.Popen([sys.executable, "-c", writing, str(path)], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"writing\n"
+        (left,) = tmp_path.iterdir()
+        write_bytes(path, b"1")
+        assert left.exists()  # its writer is alive
+        writer.kill()
+        writer.wait()
+        write_bytes(tmp_path / "b", b"2")
+        assert left.exists()  # of another file
+        write_bytes(path, b"3")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

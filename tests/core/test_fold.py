@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from literal import Literal
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from constmem import CMANP
-from constmem.bench.literal import Literal
 from constmem.neural_processes.heads import normal
 
 EXACT, SINGLE = 1e-10, 1e-4

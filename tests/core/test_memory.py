@@ -7,10 +7,10 @@ from typing import Any
 import memray
 import pytest
 import torch
+from literal import Literal
 from torch import Tensor
 
 from constmem import CMANP, Stream, Window
-from constmem.bench.literal import Literal
 from constmem.core import memory
 from constmem.neural_processes import MODELS
 from constmem.neural_processes.heads import normal

@@ -377,11 +377,11 @@ def test_files_that_are_official_by_number_and_checksum_are_told_without_a_warni
     archive = zipped(emnist_folder(tmp_path / "gzip"), tmp_path / "renamed.zip", "gzip")
     md5 = hashlib.md5(archive.read_bytes()).hexdigest()
     monkeypatch.setitem(prepare.PUBLISHED, "gzip.zip", md5)
-    official = dataclasses.replace(catalogue.KNOWN["emnist"], official={"train": 94, "test": 47})
-    monkeypatch.setitem(catalogue.KNOWN, "emnist", official)
+    official = dataclasses.replace(catalogue.PACKS["emnist"], official={"train": 94, "test": 47})
+    monkeypatch.setitem(catalogue.PACKS, "emnist", official)
     lines, warnings = told(capsys, "prepare", "emnist", "--source", archive)
     assert warnings == []
-    assert lines[1] == "found: 94 train, 47 test images of 47 classes (as many as officially)"
+    assert lines[1] == "found: 94 train, 47 test images of 47 classes (the official counts)"
     assert lines[2] == "prepared from the official files (renamed.zip, MD5 as published)"
     monkeypatch.setitem(prepare.PUBLISHED, "gzip.zip", "0" * 32)
     monkeypatch.setitem(prepare.PUBLISHED, "list_eval_partition.txt", md5)  # of another file altogether
@@ -390,11 +390,11 @@ def test_files_that_are_official_by_number_and_checksum_are_told_without_a_warni
 
 
 def test_more_than_the_official_images_are_no_subset():
-    emnist = catalogue.KNOWN["emnist"]
-    assert emnist.completeness({"train": 112_800, "test": 18_800}) == "as many as officially"
+    emnist = catalogue.PACKS["emnist"]
+    assert emnist.completeness({"train": 112_800, "test": 18_800}) == "the official counts"
     more = emnist.completeness({"train": 112_801, "test": 47})
-    assert more == "not as officially: 112,800 train, 18,800 test"
-    assert catalogue.KNOWN["events_taxi"].completeness({"train": 3}) == ""
+    assert more == "not the official counts: 112,800 train, 18,800 test"
+    assert catalogue.PACKS["events_taxi"].completeness({"train": 3}) == ""
 
 
 def test_celeba_is_prepared_with_a_partition_list_from_elsewhere_and_its_progress_is_shown(tmp_path, capsys):

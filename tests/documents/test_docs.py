@@ -53,11 +53,28 @@ def test_code_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
     assert text.strip()
 
 
-def test_the_readme_shows_code_and_names_the_two_commands() -> None:
+def test_the_readme_names_the_two_commands_and_is_read_in_one_sitting() -> None:
     text = (ROOT / "README.md").read_text()
-    assert "```python" in text
     assert "make demo" in text
     assert "make test" in text
+    assert len(text.split()) <= 1200
+
+
+def test_the_first_code_of_the_readme_prints_what_stands_below_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "README.md").read_text()
+    found = re.search(r"^```python\n(.*?)^```\s*^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    exec(compile(found[1], "README.md", "exec"), {})
+    printed, shown = ([re.findall(r"[\d.,]+\d|\d", line) for line in part.splitlines()]
+                      for part in (capsys.readouterr().out, found[2]))  # fmt: skip
+    assert len(printed) == len(shown) > 3
+    for (pixels, error, held), (pixels_shown, error_shown, held_shown) in zip(printed, shown, strict=True):
+        assert (pixels, held) == (pixels_shown, held_shown)
+        assert float(error) == pytest.approx(float(error_shown), abs=0.0101)  # the last digit shown
+    assert float(printed[-1][1]) < 0.5 * float(printed[0][1])
 
 
 def test_files_the_pages_point_to_exist() -> None:

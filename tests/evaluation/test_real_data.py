@@ -10,7 +10,7 @@ import torch
 from record import RESULTS
 
 from constmem.evaluation.points import evaluate
-from constmem.evaluation.results import evaluate_run
+from constmem.evaluation.runs import evaluate_run
 from constmem.training import loop as train
 from constmem.training.loop import Run
 from constmem.training.recipes import changed, recipe
@@ -56,12 +56,12 @@ def test_a_tiny_model_learns_a_little_and_is_scored(dataset: str, real: Path, tm
     row = evaluate_run(tmp_path / "run", data_dir=real, device="cpu")
     untrained = train.build(run)
     source = open_source(dataset, run.recipe, data_dir=real, device=torch.device("cpu"))
-    assert list(row["scores"]) == list(source.tests)
-    for test, scores in row["scores"].items():
+    assert list(row.scores) == list(source.tests)
+    for test, scores in row.scores.items():
         begun = evaluate(untrained, source.tests[test]())
-        assert scores["log_likelihood"] > begun.log_likelihood + 0.1
-        assert scores["crps"] < begun.crps
+        assert scores.log_likelihood > begun.log_likelihood + 0.1
+        assert scores.crps < begun.crps
     for committed in json.loads((RESULTS / f"{dataset}.json").read_text())["rows"]:
-        if committed["data"] == row["data"]:  # then the tasks are the same
+        if committed["data"] == row.data:  # then the tasks are the same
             for test, scores in committed["scores"].items():
-                assert row["scores"][test]["points"] == scores["points"]
+                assert row.scores[test].points == scores["points"]

@@ -25,7 +25,7 @@ def small(kind: str, **more: Any) -> Any:
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     model.double().eval()
-    model.standardise(stream(40))
+    model.set_scales(stream(40))
     return model
 
 
@@ -36,3 +36,12 @@ def stream(*lengths: int, seed: int = 0, t_end: bool = False, start: float = 100
     marks = [torch.randint(MARKS, (n,), generator=random) for n in lengths]
     ends = [start + float(gap.sum()) + 1.5 for gap in gaps] if t_end else None
     return Events.from_gaps(gaps, marks=marks, t_start=start, t_end=ends, unit="hour", num_marks=MARKS)
+
+
+def same_events(left: Events, right: Events) -> None:
+    """Two batches of events are the same in all they hold."""
+    for name in ("times", "marks", "mask", "t_start"):
+        assert torch.equal(getattr(left, name), getattr(right, name)), name
+    assert (left.t_end is None) == (right.t_end is None)
+    assert left.t_end is None or torch.equal(left.t_end, right.t_end)
+    assert (left.unit, left.num_marks) == (right.unit, right.num_marks)

@@ -17,6 +17,7 @@ from torch.distributions import Distribution
 
 from constmem import CMANP, ConditioningError, NeuralProcess
 from constmem.core import checks
+from constmem.core.files import read_tensors, write_tensors
 from constmem.neural_processes import ANP, BANP, BNP, CANP, CNP, EQTNP, LBANP, NP, TNPD
 from tests.conftest import Refuses
 
@@ -770,16 +771,50 @@ def test_every_parameter_a_state_depends_on_is_named(constant_factory: Factory) 
     assert used == {id(p) for p in model.observing_parameters()}
 
 
-def test_weights_in_training_sign_nothing(constant_factory: Factory) -> None:
-    model = built(constant_factory).requires_grad_(True)
-    x, y, xt = task()
-    state = model.condition(x, y)
-    assert state.fingerprint is None
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_states_of_other_weights_are_refused_in_every_mode(
+    constant_factory: Factory, grad: bool, training: bool
+) -> None:
+    a, b = (built(constant_factory).requires_grad_(True).train(training) for _ in range(2))
     with torch.no_grad():
-        signed = model.condition(x, y)
-        next(model.parameters()).mul_(1.0)
-    assert signed.fingerprint is not None
-    assert bool(model.query(signed, xt).mean.isfinite().all())
+        for parameter in b.observing_parameters():
+            parameter.mul_(1.1)
+    x, y, xt = task()
+    with torch.set_grad_enabled(grad):
+        state = a.update(a.update(a.empty(x.shape[0]), x, y), x, y)
+        assert state.fingerprint == a.condition(x, y).fingerprint == a.fingerprint()
+        for wrong in (
+            lambda: b.query(state, xt),
+            lambda: b.update(state, x, y),
+            lambda: b.condition_chunks([(x, y)], initial=state),
+            lambda: b.condition(x, y).merge(state),
+        ):
+            with pytest.raises(ValueError, match=r"other weights|different weights"):
+                wrong()
+
+
+def test_a_step_of_training_gives_states_a_new_name(constant_factory: Factory) -> None:
+    model = built(constant_factory).requires_grad_(True).train()
+    x, y, xt = task()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.condition(x, y)
+    model.query(before, xt).mean.sum().backward()
+    optimiser.step()
+    with pytest.raises(ValueError, match="other weights"):
+        model.query(before, xt)
+    assert model.query(before.signed(None), xt).mean.isfinite().all()  # at one's own risk
+    assert model.condition(x, y).fingerprint not in (before.fingerprint, None)
+
+
+@torch.no_grad()
+def test_what_nobody_knows_stays_unknown(constant_factory: Factory) -> None:
+    """A state of unknown weights must not come out of an update with a name it has no right to."""
+    model = built(constant_factory)
+    x, y, _ = task()
+    unknown = model.condition(x, y).signed(None)
+    assert model.update(unknown, x, y).fingerprint is None
+    assert model.update(unknown, x[:, :1], y[:, :1]).fingerprint is None
 
 
 def test_a_cmanp_refuses_the_state_of_another_shape_of_model() -> None:
@@ -879,13 +914,34 @@ def test_folders_that_hold_no_model_are_refused(model: NeuralProcess, tmp_path: 
     with pytest.raises(ValueError, match=f"holds a 'other', not a '{model.name}'"):
         load(tmp_path)
     content = json.loads(good)
-    config.write_text(json.dumps({**content, "config": {**content["config"], "colour": 3}}))
-    with pytest.raises(ValueError, match=r"has settings that .* does not know"):
-        load(tmp_path)
-    config.write_text(json.dumps({**content, "config": {**content["config"], "dim_x": 5}}))
-    with pytest.raises(ValueError, match=r"do not fit its config.json"):
+    settings = content["config"]
+    changed = {"colour": 3, "dim_x": 5} | ({"num_heads": 1} if "num_heads" in settings else {})
+    for name, value in changed.items():
+        config.write_text(json.dumps({**content, "config": {**settings, name: value}}))
+        with pytest.raises(ValueError, match=r"config.json is not the one that was saved with these weights"):
+            load(tmp_path)
+    weights, header = read_tensors(tmp_path / "model.safetensors", kind="constmem.model", version=1)
+    header.pop("config")  # as in files of before
+    write_tensors(tmp_path / "model.safetensors", weights, header)
+    for change, message in (
+        ({"colour": 3}, r"has settings that .* does not know"),
+        ({"dim_x": 5}, r"do not fit its config.json"),
+        ({"dim_x": 10**15}, r"dim_x is 1000000000000000, far beyond what the weights"),
+        ({next(name for name in settings if name.endswith("depth")): 10**6}, "far beyond"),
+    ):
+        config.write_text(json.dumps({**content, "config": {**settings, **change}}))
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path)
+    config.write_text("[" * 10**5)
+    with pytest.raises(ValueError, match="damaged or of another kind"):
         load(tmp_path)
     config.write_text(good)
+    name = next(name for name, tensor in weights.items() if tensor.is_floating_point())
+    for bad in (torch.nan, torch.inf):
+        damaged = weights | {name: torch.full_like(weights[name], bad)}
+        write_tensors(tmp_path / "model.safetensors", damaged, header)
+        with pytest.raises(ValueError, match="holds NaN or infinity"):
+            load(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"expected a constmem.model"):
         load(tmp_path)

@@ -83,9 +83,8 @@ def test_all_prefixes_in_one_pass_equal_a_naive_softmax_in_value_and_gradient(
     changes: dict[str, Any],
 ) -> None:
     model, events = small("cmhp", **changes), stream(37)
-    chunk_of = next(iter_chunks(model, events))
-    before, _ = model._scan(model.empty(events.t_start), chunk_of, events.mask)
-    known = torch.cat([before[:, 1:], model._read(model.condition(events))[:, None]], 1)
+    before = model.forecast(events).features
+    known = torch.cat([before[:, 1:], model.read(model.condition(events))[:, None]], 1)
     expected = naive(model, events)
     close(known[0], expected)
     weights = torch.randn_like(expected)
@@ -94,12 +93,6 @@ def test_all_prefixes_in_one_pass_equal_a_naive_softmax_in_value_and_gradient(
     wanted = torch.autograd.grad((expected * weights).sum(), parameters, allow_unused=True)
     for a, b in zip(found, wanted, strict=True):
         close(torch.zeros(()) if a is None else a, torch.zeros(()) if b is None else b, atol=1e-7)
-
-
-def iter_chunks(model: CMHP, events: Events) -> Any:
-    from constmem.point_processes.chunks import pieces
-
-    return pieces(events, model.empty(events.t_start).last_time, 1000)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -174,18 +167,6 @@ def test_an_earlier_part_of_a_stream_can_be_removed() -> None:
             first.merge(second).remove(second)
 
 
-def test_states_of_other_clocks_are_not_merged() -> None:
-    model = small("cmhp")
-    with torch.no_grad():
-        one, other = model.condition(stream(5)), model.condition(stream(5, start=101.0))
-    with pytest.raises(ValueError, match="different starts"):
-        one.merge(other)
-    with pytest.raises(TypeError, match="cannot merge"):
-        one.merge(small("gru").condition(stream(5)))
-    with pytest.raises(ValueError, match="cannot merge states of 1 and 2 streams"):
-        one.merge(one.repeat(2))
-
-
 def test_recency_is_a_weight_that_halves_with_time() -> None:
     """With scores of zero and one rate, a slot reads sum v_j exp(rate t_j) / sum exp(rate t_j)."""
     model, events = small("cmhp", relative_time=False), stream(9)
@@ -193,12 +174,14 @@ def test_recency_is_a_weight_that_halves_with_time() -> None:
     with torch.no_grad():
         model.stack.observation.query.zero_()
         state = model.condition(events)
-        _, _, v = model._attended(
-            next(iter_chunks(model, events)), clock := model._since(events.t_start, events.times)
-        )
+        clock = model.scale.since(events.t_start, events.times)
+        alone = [model.observe(events.window(i, i + 1), start=events.t_start) for i in range(9)]
+        v = torch.stack(
+            [one.memory["value"][0, :, :, 0] for one in alone], -2
+        )  # a single event's is all of it
     rates = model.log_rates.detach().exp()
     weights = torch.exp(rates[..., None] * (clock[0] - clock[0, -1]))
-    expected = (weights / weights.sum(-1, keepdim=True)) @ v[0]
+    expected = (weights / weights.sum(-1, keepdim=True)) @ v
     close(state.memory["value"][0], expected)
     close(state.memory["lse"][0], weights.sum(-1).log() + rates * clock[0, -1])
 
@@ -255,7 +238,7 @@ def peak(tmp_path: Path) -> Peak:
 def test_the_likelihood_of_a_long_stream_needs_the_memory_of_one_chunk(peak: Peak) -> None:
     """An event's prefix state alone is 1,000 bytes here; its likelihoods are 8."""
     model, events = small("cmhp").float(), stream(8000)
-    few = events._cut(1000)
+    few = events.trim(1000)
 
     def score(events: Events) -> None:
         with torch.no_grad():
@@ -270,7 +253,7 @@ def test_the_likelihood_of_a_long_stream_needs_the_memory_of_one_chunk(peak: Pea
 def test_training_on_a_long_stream_needs_the_memory_of_one_chunk(peak: Peak) -> None:
     """Backwards, chunks are computed again; without that every event would keep its whole read."""
     model, events = small("cmhp").float(), stream(1600)
-    few = events._cut(800)
+    few = events.trim(800)
 
     def step(events: Events, chunk: int) -> None:
         model.loss(events, chunk=chunk).backward()
@@ -280,54 +263,6 @@ def test_training_on_a_long_stream_needs_the_memory_of_one_chunk(peak: Peak) -> 
     dense = peak(lambda: step(events, 1600))
     assert large - small_peak < MB / 8
     assert dense > 2 * large
-
-
-def part(times: list[float], marks: list[int], last_time: float | None = None) -> Any:
-    """The state of some events of a stream watched from 0 on, whose event before them was at `last_time`."""
-    model = small("cmhp")
-    start = torch.zeros(1, dtype=torch.float64)
-    state = model.empty(start, last_time=None if last_time is None else start + last_time)
-    with torch.no_grad():
-        return model.update(state, torch.tensor([times]).double(), torch.tensor([marks]))
-
-
-def remembered(state: Any) -> list[list[float]]:
-    gaps, marks = state.last
-    return [gaps[0].tolist(), marks[0].tolist()]
-
-
-def test_simultaneous_events_across_a_cut_keep_their_order_in_any_order_of_merging() -> None:
-    whole = part([1.0, 5.0, 5.0, 6.0], [0, 1, 2, 0])
-    first, second = part([1.0, 5.0], [0, 1]), part([5.0, 6.0], [2, 0], last_time=5.0)
-    for merged in (first.merge(second), second.merge(first)):
-        assert remembered(merged) == remembered(whole) == [[1.0, 4.0, 0.0, 1.0], [0, 1, 2, 0]]
-    ends = part([1.0, 5.0], [0, 1]).merge(part([5.0], [2], last_time=5.0))
-    assert int(ends.last_mark) == 2
-
-
-def test_removing_forgets_the_events_of_the_part_and_no_others() -> None:
-    first, second = part([1.0, 5.0], [0, 1]), part([5.0, 6.0], [2, 0], last_time=5.0)
-    assert remembered(first.merge(second).remove(first)) == remembered(second)
-    before, middle, after = (
-        part([1.0, 2.0], [0, 1]), part([3.0], [2], last_time=2.0), part([4.0], [1], last_time=3.0)
-    )  # fmt: skip
-    assert remembered(before.merge(middle).merge(after).remove(middle)) == remembered(before.merge(after))
-
-
-def test_a_state_of_nothing_can_be_saved_and_others_share_no_memory(tmp_path: Path) -> None:
-    nothing = small("cmhp").empty(torch.zeros(1, dtype=torch.float64))
-    nothing.save(tmp_path / "a")
-    assert remembered(type(nothing).load(tmp_path / "a")) == [[0.0] * 4, [-2] * 4]
-    many = part([0.01 * i for i in range(1, 500)], [0] * 499)
-    assert many.memory["recent_times"].untyped_storage().nbytes() == 3 * 8
-
-
-def test_states_that_remember_other_numbers_of_events_are_not_merged() -> None:
-    four, two = (
-        small("cmhp", last_events=k).train().empty(torch.zeros(1, dtype=torch.float64)) for k in (4, 2)
-    )
-    with pytest.raises(ValueError, match="4 and 2 last events"):
-        four.merge(two)
 
 
 @pytest.mark.parametrize("wrong", [-1, True])

@@ -15,9 +15,9 @@ import torch
 
 from constmem.core import files
 from constmem.core.files import advice_on, read_tensors, write_bytes, write_tensors
-from constmem.evaluation import results
-from constmem.evaluation.comparison import read_rows
-from constmem.evaluation.results import evaluate_run
+from constmem.evaluation import runs
+from constmem.evaluation.rows import read_rows
+from constmem.evaluation.runs import evaluate_run
 from constmem.neural_processes import CMANP, NeuralProcess
 from constmem.training import loop as train
 from constmem.training.folder import read_run
@@ -92,7 +92,7 @@ def test_lost_metrics_are_told_of_and_neither_training_nor_scoring_needs_them(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (folder / "metrics.jsonl").unlink()
-    assert scored(folder)["steps"] == 0
+    assert scored(folder).steps == 0
     with caplog.at_level(logging.WARNING, logger="constmem"):
         resumed(folder)
     assert "which weights validated best is judged anew from step 4" in caplog.text
@@ -179,7 +179,7 @@ def test_a_full_disk_is_told_with_the_file_that_was_meant(
 def test_scores_that_cannot_be_kept_are_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(results, "write_text", mock.Mock(side_effect=OSError(errno.ENOSPC, "no space left")))
+    monkeypatch.setattr(runs, "write_text", mock.Mock(side_effect=OSError(errno.ENOSPC, "no space left")))
     with caplog.at_level(logging.WARNING, "constmem"), pytest.raises(OSError, match="no space"):
         scored(folder)
     (told,) = (r.getMessage() for r in caplog.records if "could not be kept" in r.getMessage())

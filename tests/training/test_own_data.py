@@ -16,7 +16,7 @@ import torch
 
 from constmem import CMANP, NeuralProcess, Scales, Stream
 from constmem.data import Table, TableTasks
-from constmem.evaluation.results import evaluate_run
+from constmem.evaluation.runs import evaluate_run
 from constmem.training.loop import Run, _validate, train
 from constmem.training.recipes import Recipe, changed, table_recipe
 from constmem.training.regression import train_table
@@ -280,11 +280,11 @@ def test_a_table_becomes_a_model_in_its_own_units(tmp_path: Path) -> None:
     about = tmp_path / "run" / "run.json"
     about.write_text(json.dumps(json.loads(about.read_text()) | {"device": "a large one"}))
     row = evaluate_run(tmp_path / "run", data_dir=None, device="cpu")
-    assert row["device"] == "a large one"  # where it was trained
-    assert row["evaluated_on"] != "a large one"
-    assert set(row["scores"]) == {"test", "full"}
-    assert row["scores"]["full"]["points"] == 30
-    assert row["scores"]["full"]["rmse"] < 0.5 * float(y.std())
+    assert row.device == "a large one"  # where it was trained
+    assert row.evaluated_on != "a large one"
+    assert set(row.scores) == {"test", "full"}
+    assert row.scores["full"].points == 30
+    assert row.scores["full"].rmse < 0.5 * float(y.std())
 
 
 def test_the_best_validated_weights_are_kept(tmp_path: Path) -> None:

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from constmem import plots
 from constmem.data import EventLog, Events
-from constmem.evaluation.comparison import print_runs
 from constmem.evaluation.pictures import plot_runs
-from constmem.evaluation.results import evaluate_run
-from constmem.plots import events as plots_events
+from constmem.evaluation.runs import evaluate_run, print_runs
 from constmem.point_processes import CMHP
 from constmem.training.forecasting import train_events
 from constmem.training.own_data import train_on_file
@@ -287,18 +286,16 @@ def test_a_run_on_a_file_is_trained_scored_drawn_and_needs_the_file_no_more(
     train_on_file(file, "cmhp", rows_of, events, {"out": tmp_path / "run", "steps": 8, "change": TINY})
     file.unlink()
     row = evaluate_run(tmp_path / "run", data_dir=None, device="cpu")
-    assert (row["dataset"], row["recipe"]) == ("shop.csv", "own data")
-    assert row["scores"]["test"]["events"] == 5
-    assert row["scores"]["test"]["survival_nll"] > 0
+    assert (row.dataset, row.recipe) == ("shop.csv", "own data")
+    assert row.scores["test"].events == 5
+    assert row.scores["test"].survival_nll > 0
     print_runs([row])
     shown = capsys.readouterr().out
     assert "shop.csv" in shown
-    assert f"{row['scores']['test']['survival_nll']:.3f}" in shown
+    assert f"{row.scores['test'].survival_nll:.3f}" in shown
     names: list[Any] = []
-    draw = plots_events.confusion_picture
-    monkeypatch.setattr(
-        plots_events, "confusion_picture", lambda *a, **k: names.append(k["names"]) or draw(*a, **k)
-    )
+    draw = plots.confusion_picture
+    monkeypatch.setattr(plots, "confusion_picture", lambda *a, **k: names.append(k["names"]) or draw(*a, **k))
     assert [path.suffix for path in plot_runs([tmp_path / "run"])] == [".png"] * 5
     assert names == [["buy", "cart", "look"]]
     about = json.loads((tmp_path / "run" / "run.json").read_text())["run"]

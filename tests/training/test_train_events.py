@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 import torch
 
 from constmem.core.files import read_tensors
-from constmem.evaluation.comparison import print_runs
-from constmem.evaluation.results import evaluate_run
+from constmem.evaluation.runs import evaluate_run, print_runs
 from constmem.point_processes import MODELS, PointProcess
 from constmem.training import checkpoint, recipes, sources
 from constmem.training import loop as train
@@ -147,31 +145,12 @@ def test_a_run_of_events_is_scored_and_printed(
 ) -> None:
     train.train(small_run("cmhp"), out=tmp_path / "run", data_dir=folder)
     row = evaluate_run(tmp_path / "run", data_dir=folder, device="cpu")
-    scores = row["scores"]["test"]
-    assert scores["nll"] == pytest.approx(scores["time_nll"] + scores["mark_nll"])
-    assert scores["sequences"] == 6
-    assert json.loads((tmp_path / "run" / "eval.json").read_text())["scores"]["test"]["nll"] == scores["nll"]
+    scores = row.scores["test"]
+    assert scores.nll == pytest.approx(scores.time_nll + scores.mark_nll)
+    assert scores.sequences == 6
+    assert json.loads((tmp_path / "run" / "eval.json").read_text())["scores"]["test"]["nll"] == scores.nll
     print_runs([row])
     assert "NLL" in capsys.readouterr().out
-
-
-def test_what_eval_prints_of_events_says_which_error_is_meant(capsys: pytest.CaptureFixture[str]) -> None:
-    scores = {
-        "nll": 1.5, "time_nll": 1.0, "mark_nll": 0.5, "survival_nll": None, "rmse": 0.25, "accuracy": 0.7,
-        "accuracy_given_gap": 0.8, "ks": 0.05, "unit": "hour",
-    }  # fmt: skip
-    row = {"dataset": "taxi", "model": "cmhp", "recipe": "improved", "seed": 0, "published": None}
-    row |= {"settings": {"batch": 1}, "steps": 1, "parameters": 1, "device": "CPU"}
-    print_runs([row | {"minutes": 1.0, "scores": {"test": scores}}])
-    shown = capsys.readouterr().out.splitlines()
-    lines = [[cell.strip() for cell in re.split("[│┃]", line)] for line in shown]
-    heads, cells = (next(line for line in lines if word in line) for word in ("NLL", "30.0 %"))
-    assert cells[heads.index("mark error")] == "30.0 %"
-    assert cells[heads.index("mark error, gap known")] == "20.0 %"
-    assert cells[heads.index("gap RMSE")] == "0.2500 hour"
-    no_marks = {"accuracy": float("nan"), "accuracy_given_gap": float("nan")}
-    print_runs([row | {"minutes": 1.0, "scores": {"test": scores | no_marks}}])
-    assert "mark error, gap known" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 38, 100, 129, 493, 5000])

@@ -1,0 +1,61 @@
+"""Curves: drawn of whatever was logged, and true to the numbers."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributions import Normal
+
+from constmem import plots
+from constmem.plots.curves import reliability
+
+METRICS = [
+    {"data": "something"},
+    *({"step": s, "loss": 1 / s, "lr": 1e-3, "seconds": s} for s in range(50, 500, 50)),
+    {"step": 400, "validation": -0.5, "seconds": 401.0},
+    {"step": 450, "validation": -0.4, "seconds": 460.0},
+]
+
+
+def test_a_run_whose_loss_was_lost_can_still_be_looked_at(drawn: list[Any]) -> None:
+    nan = float("nan")
+    lost = [{"step": 500, "loss": nan, "lr": 1e-3}, {"step": 500, "validation": nan}]
+    for entries in (METRICS + lost, lost, [{"step": 1, "loss": 0.5}]):
+        plots.learning_curve(entries, "learning.png", title="lost")
+    assert [line.get_label() for line in drawn[0].axes[1].lines][-1] == "best: -0.400"
+
+
+def test_a_run_without_a_logged_loss_has_no_curve() -> None:
+    with pytest.raises(ValueError, match="logged no loss"):
+        plots.learning_curve(METRICS[:1], "none.png", title="")
+
+
+def test_a_single_logged_step_is_visible(drawn: list[Any]) -> None:
+    for count in (1, 2):
+        entries = [{"step": 20 * s, "loss": 1.0, "lr": 1e-3} for s in range(1, count + 1)]
+        plots.learning_curve(entries, "short.png", title="")
+    one, two = ([axis.lines[-1].get_marker() for axis in (f.axes[0], f.axes[2])] for f in drawn)
+    assert one == ["o", "o"]  # a line through one point is invisible
+    assert two == ["", ""]
+
+
+def test_f_of_y_is_uniform_where_predictions_are_true() -> None:
+    """Against a slow reference: the share of draws inside the interval between two quantiles."""
+    y, truth = torch.randn(20_000, generator=torch.Generator().manual_seed(0)), Normal(0.0, 1.0)
+    levels = torch.tensor([0.1, 0.5, 0.9])
+    for spread, direction in ((1.0, 0), (2.0, 1), (0.5, -1)):
+        pit = Normal(0.0, spread).cdf(y)
+        found = reliability(pit, levels)
+        for level, share in zip(levels, found, strict=True):
+            edge = spread * truth.icdf(0.5 + level / 2)
+            assert float(share) == pytest.approx(float((y.abs() <= edge).float().mean()), abs=1e-3)
+            assert (float(share - level) > 0.03) == (direction == 1)
+            assert (float(share - level) < -0.03) == (direction == -1)
+
+
+def test_memory_and_predictions_are_drawn_as_given(drawn: list[Any]) -> None:
+    plots.memory_curve([10, 100], {"state": [1e6, 1e6], "points": [1e6, 1e7]}, "memory.png", title="")
+    assert [line.get_ydata().tolist() for line in drawn[0].axes[0].lines] == [[1.0, 1.0], [1.0, 10.0]]
+    true, mean, std = torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.5]), torch.tensor([0.1, 0.2])
+    plots.predicted_against_true(true, mean, std, "p.png", title="")
+    assert drawn[1].axes[0].lines[1].get_ydata().tolist() == [0.5, 0.5]
