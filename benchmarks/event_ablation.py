@@ -27,7 +27,7 @@ from typing import Any
 import record
 import torch
 
-from constmem.core.names import known
+from constmem.core.checks import known
 from constmem.evaluation.runs import evaluate_run
 from constmem.training.loop import Run, train
 from constmem.training.recipes import EVENTS, Recipe, changed, complete, recipe

@@ -1,14 +1,12 @@
 """The commands on data, `constmem data list | prepare`."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from constmem.data import Listing
+from constmem.data.catalogue import PREPARED
 
 data_app = typer.Typer(help="Data sets: what is there, and how to prepare what is not.", no_args_is_help=True)
 
@@ -28,7 +26,7 @@ def list_data(data_dir: DataDir = None) -> None:
 
 @data_app.command()
 def prepare(
-    what: Annotated[str, typer.Argument(help="emnist, celeba, mooc, reddit, wiki or easytpp.")],
+    what: Annotated[str, typer.Argument(help=", ".join(PREPARED))],
     source: Annotated[Path, typer.Option(help="Folder, archive or file of the original public data.")],
     data_dir: DataDir = None,
     partition: Annotated[
@@ -45,38 +43,23 @@ def prepare(
 ) -> None:
     """Turn the original public files into the prepared format, and say what was found in them.
 
-    What is not as officially, in number or checksum, is told on a line that begins with warning:.
+    What differs from the official data, in number or checksum, is on lines that begin with warning:.
     """
-    from functools import partial
-
     from constmem import data
-    from constmem.core.names import known
     from constmem.training.progress import counted
 
     with counted(f"preparing {what}") as progress:
-        preparers: dict[str, Callable[..., Path]] = {
-            "emnist": partial(data.prepare_emnist, progress=progress),
-            "celeba": partial(data.prepare_celeba, partition=partition, progress=progress),
-            **{jodie: partial(data.prepare_jodie, jodie) for jodie in ("mooc", "reddit", "wiki")},
-            "easytpp": partial(data.prepare_easytpp, name=name, unit=unit),
-        }
-        known("data set to prepare", what, preparers)
-        if data_dir is None:
-            raise ValueError("say where to write: --data-dir FOLDER, or set CONSTMEM_DATA")
-        if what != "easytpp" and (name or unit):
-            raise ValueError(f"--name and --unit are for easytpp: those of {what} are known")
-        if what != "celeba" and partition:
-            raise ValueError(f"--partition is for celeba: {what} has no such list")
-        before = data.listing(data_dir)
-        path = preparers[what](source, data_dir, replace=replace)
-    _say_prepared(path, before)
-
-
-def _say_prepared(path: Path, before: "list[Listing]") -> None:
-    from constmem.data.account import account, replaced
-
-    told = account(path)
-    for line in (path, *filter(None, [replaced(path, before)]), *told.found):
+        made = data.prepare_pack(
+            what,
+            source,
+            data_dir,
+            partition=partition,
+            name=name,
+            unit=unit,
+            replace=replace,
+            progress=progress,
+        )
+    for line in (made.path, *made.found):
         print(line)
-    for line in told.warnings:
+    for line in made.warnings:
         print(f"warning: {line}", file=sys.stderr)

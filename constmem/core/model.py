@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import json
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,10 +31,19 @@ class Model(nn.Module, ABC):
     name: ClassVar[str]
     older: ClassVar[Mapping[str, Any]] = {}  # settings that earlier versions did not write, as they were then
 
-    def __init__(self, *, config: dict[str, Any]) -> None:
+    config: dict[str, Any]  # what the constructor was called with, and its defaults
+
+    def __new__(cls: type[AnyModel], *_: Any, **settings: Any) -> AnyModel:
+        """A model that knows its settings before its constructor runs; a copy is given them afterwards."""
+        model = super().__new__(cls)
+        bound = inspect.signature(cls.__init__).bind_partial(model, **settings)
+        bound.apply_defaults()
+        object.__setattr__(model, "config", dict(list(bound.arguments.items())[1:]))
+        return model
+
+    def __init__(self, *, config: dict[str, Any] | None = None) -> None:  # noqa: ARG002
         super().__init__()
-        self.config = config
-        self.domain: dict[str, list[list[float]]] = {}  # low and high of each channel it was trained on
+        self.domain: dict[str, list[list[float]]] = {}  # lowest and highest of each channel trained on
         self._signature: tuple[Snapshot, str] | None = None
         self._where: Tensor
         self.register_buffer("_where", torch.empty(0), persistent=False)
@@ -102,10 +112,21 @@ class Model(nn.Module, ABC):
             Path(folder) / WEIGHTS, kind=KIND, version=VERSION, sha256=known.get("weights")
         )
         if (digest := _digest(content)) != header.get("config", known.get("config", digest)):
-            raise ValueError(f"{path} is not the one that was saved with these weights: save the model again")
+            raise ValueError(
+                f"{path} is not the one that was saved with these weights, so one of both was changed or is "
+                "of another model: save the model again"
+            )
         _require_sound(Path(folder), content["config"], tensors)
+        older = {key: value for key, value in kind.older.items() if key not in content["config"]}
+        if older:
+            settings = ", ".join(f"{key}={value}" for key, value in older.items())
+            warnings.warn(
+                f"{path} was written by an earlier version, whose {kind.__name__} was not the published "
+                f"one: it is loaded as it was trained, with {settings}; train again for the published model",
+                stacklevel=2,
+            )
         try:
-            model = kind(**content["config"])
+            model = kind(**older | content["config"])
         except TypeError as error:
             raise ValueError(f"{path} has settings that {kind.__name__} does not know: {error}") from error
         try:

@@ -4,9 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from constmem.data.account import Account as Account
-    from constmem.data.account import account as account
-    from constmem.data.augment import augmented as augmented
     from constmem.data.catalogue import DATASETS as DATASETS
     from constmem.data.catalogue import PACKS as PACKS
     from constmem.data.catalogue import DataSet as DataSet
@@ -31,29 +28,30 @@ if TYPE_CHECKING:
     from constmem.data.packs import MissingDataError as MissingDataError
     from constmem.data.packs import hints as hints
     from constmem.data.packs import listing as listing
-    from constmem.data.pixels import evaluation_tasks as evaluation_tasks
-    from constmem.data.pixels import image_points as image_points
-    from constmem.data.pixels import image_tasks as image_tasks
-    from constmem.data.pixels import static_image_tasks as static_image_tasks
-    from constmem.data.prepare import prepare_celeba as prepare_celeba
-    from constmem.data.prepare import prepare_emnist as prepare_emnist
-    from constmem.data.prepare_events import prepare_easytpp as prepare_easytpp
-    from constmem.data.prepare_events import prepare_jodie as prepare_jodie
-    from constmem.data.process import Process as Process
-    from constmem.data.rows import TableTasks as TableTasks
+    from constmem.data.prepare import Prepared as Prepared
+    from constmem.data.prepare import prepare_easytpp as prepare_easytpp
+    from constmem.data.prepare import prepare_jodie as prepare_jodie
+    from constmem.data.prepare import prepare_pack as prepare_pack
+    from constmem.data.prepare_images import prepare_celeba as prepare_celeba
+    from constmem.data.prepare_images import prepare_emnist as prepare_emnist
     from constmem.data.simulate import Poisson as Poisson
+    from constmem.data.simulate import Process as Process
     from constmem.data.simulate import Renewal as Renewal
     from constmem.data.simulate import SelfCorrecting as SelfCorrecting
-    from constmem.data.sizes import draw_sizes as draw_sizes
     from constmem.data.table import Table as Table
     from constmem.data.task import Task as Task
+    from constmem.data.task import draw_sizes as draw_sizes
+    from constmem.data.tasks import TableTasks as TableTasks
+    from constmem.data.tasks import augmented as augmented
+    from constmem.data.tasks import evaluation_tasks as evaluation_tasks
+    from constmem.data.tasks import image_points as image_points
+    from constmem.data.tasks import image_tasks as image_tasks
+    from constmem.data.tasks import static_image_tasks as static_image_tasks
     from constmem.point_processes.events import EventLogProb as EventLogProb
     from constmem.point_processes.events import Events as Events
     from constmem.point_processes.events import bucketed as bucketed
 
 _HOMES = {
-    "constmem.data.account": ("Account", "account"),
-    "constmem.data.augment": ("augmented",),
     "constmem.data.catalogue": ("DATASETS", "PACKS", "DataSet", "Pack"),
     "constmem.data.event_files": ("load_events", "read_easytpp", "read_event_csv", "read_event_parquet"),
     "constmem.data.event_log": ("EventLog",),
@@ -68,15 +66,19 @@ _HOMES = {
     "constmem.data.hawkes": ("Hawkes", "simulated"),
     "constmem.data.images": ("Images", "hold_out", "load_images"),
     "constmem.data.packs": ("Listing", "MissingDataError", "hints", "listing"),
-    "constmem.data.pixels": ("evaluation_tasks", "image_points", "image_tasks", "static_image_tasks"),
-    "constmem.data.prepare": ("prepare_celeba", "prepare_emnist"),
-    "constmem.data.prepare_events": ("prepare_easytpp", "prepare_jodie"),
-    "constmem.data.process": ("Process",),
-    "constmem.data.rows": ("TableTasks",),
-    "constmem.data.simulate": ("Poisson", "Renewal", "SelfCorrecting"),
-    "constmem.data.sizes": ("draw_sizes",),
+    "constmem.data.prepare": ("Prepared", "prepare_pack", "prepare_easytpp", "prepare_jodie"),
+    "constmem.data.prepare_images": ("prepare_celeba", "prepare_emnist"),
+    "constmem.data.simulate": ("Poisson", "Process", "Renewal", "SelfCorrecting"),
     "constmem.data.table": ("Table",),
-    "constmem.data.task": ("Task",),
+    "constmem.data.task": ("Task", "draw_sizes"),
+    "constmem.data.tasks": (
+        "TableTasks",
+        "augmented",
+        "evaluation_tasks",
+        "image_points",
+        "image_tasks",
+        "static_image_tasks",
+    ),
     "constmem.point_processes.events": ("EventLogProb", "Events", "bucketed"),
 }
 

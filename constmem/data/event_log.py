@@ -1,4 +1,4 @@
-"""Event sequences of one's own, from a file to parts to train, validate and test on; kept with a run."""
+"""Event sequences of one's own, from a file to splits to train, validate and test on; kept with a run."""
 
 import json
 import os
@@ -7,28 +7,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from constmem.core.checks import known
 from constmem.core.files import read_tensors, write_tensors
-from constmem.core.names import known
-from constmem.data.catalogue import EVENT_KEYS, EVENT_SPLITS, SECONDS
-from constmem.data.event_files import check_pack, easytpp_sequences, has_records, parquet_sequences
-from constmem.data.event_rows import moment, read_rows
-from constmem.data.packs import read_pack
+from constmem.data.catalogue import EVENT_SPLITS, SECONDS
+from constmem.data.event_files import easytpp_sequences, has_records, read_event_pack
+from constmem.data.event_rows import labelled_sequences, moment
 from constmem.point_processes.events import Events
 
 KIND, VERSION = "constmem.event_log", 1
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".npz")
 By = Literal["sequence", "time"]
-LEAST = 5  # sequences that can be parted
+LEAST = 5  # sequences that can be split
 
 
 @dataclass(frozen=True, eq=False)
 class EventLog:
-    """Sequences of events, and how they are parted.
+    """Sequences of events, and how they are split.
 
     Args:
         events: all of them.
@@ -54,7 +52,7 @@ class EventLog:
         events: Events, *, by: By = "sequence", labels: Sequence[str] | None = None, name: str = "events"
     ) -> "EventLog":
         """A log of events: eight, one and one tenths of the sequences at random, or all cut `by="time"`."""
-        known("way to part events", by, ("sequence", "time"))
+        known("way to split events", by, ("sequence", "time"))
         names = [str(i) for i in range(events.num_marks)] if labels is None else list(labels)
         if len(names) != events.num_marks:
             raise ValueError(f"there are {len(names)} labels for {events.num_marks} marks: give one for each")
@@ -78,14 +76,14 @@ class EventLog:
 
         A row of a CSV or Parquet file is an event. Marks may be any text, and are numbered in their order;
         an empty one is unknown. Times are numbers, or dates (ISO 8601). JSON is that of EasyTPP, and NPZ
-        the prepared format with its own parts.
+        the prepared format with its own splits.
 
         Args:
             user, mark, time: names of columns; by default as in the JODIE layout (user_id, item_id,
                 timestamp and what else they are called). "-": there are no users (one sequence), no marks.
             unit: of the times, or to count dates in ("second" by default).
             end: when the watch over all sequences ended, a number or a date, or "last": with the last event.
-            by: part the sequences, or the time.
+            by: split the sequences, or the time.
         """
         path = Path(path)
         if not path.is_file():
@@ -93,18 +91,16 @@ class EventLog:
         known("format of event files", path.suffix, FORMATS)
         given = {"user": user, "mark": mark, "time": time}
         if path.suffix in (".json", ".jsonl", ".npz") and any(given.values()):
-            told = ", ".join(f"--{what}" for what, column in given.items() if column)
-            raise ValueError(f"{told}: columns are those of CSV and Parquet files, but {path} is neither")
+            asked = ", ".join(f"--{what}" for what, column in given.items() if column)
+            raise ValueError(f"{asked}: columns are those of CSV and Parquet files, but {path} is neither")
         if path.suffix == ".npz":
             return _read_pack(path, unit, end, by)
         unit = unit or "second"
         labels: Sequence[str] | None = None
-        if path.suffix in (".json", ".jsonl"):
+        if path.suffix in (".json", ".jsonl") or (path.suffix == ".parquet" and has_records(path)):
             sequences = easytpp_sequences(path)
-        elif path.suffix == ".parquet" and has_records(path):
-            sequences = parquet_sequences(path)
         else:
-            sequences, labels = read_rows(path, given, unit)
+            sequences, labels = labelled_sequences(path, given, unit)
         events = _until(sequences.events(unit), end, f"--end of {path}")
         return EventLog.of(events, by=by, labels=labels, name=path.name)
 
@@ -117,7 +113,7 @@ class EventLog:
         kinds = f"{self.events.num_marks:,} {'kind' if self.events.num_marks == 1 else 'kinds'}"
         how = "time" if self.split is None else "sequences"
         size = f"{len(self):,} sequences, {self.events.num_events:,} events of {kinds}"
-        return f"{self.name}: {size}, in {self.events.unit}s, parted by {how}"
+        return f"{self.name}: {size}, in {self.events.unit}s, split by {how}"
 
     def parts(self) -> tuple[Events, Events, Events]:
         """The events to train, to validate and to test on."""
@@ -135,7 +131,7 @@ class EventLog:
         return train, validation, test
 
     def equals(self, other: "EventLog") -> bool:
-        """Whether the events are the same, in the same order, and parted alike."""
+        """Whether the events are the same, in the same order, and split alike."""
         mine, theirs = self._tensors(), other._tensors()
         same = mine.keys() == theirs.keys() and self.labels == other.labels
         return (
@@ -169,8 +165,8 @@ def _drawn(events: Events, name: str) -> Int64[Tensor, " b"]:
     count = len(events)
     if count < LEAST:
         raise ValueError(
-            f"{name} has {count} sequences, but {LEAST} are the fewest that can be parted: part them by time "
-            "(--split time), or say which column tells them apart (--user NAME)"
+            f"{name} has {count} sequences, but {LEAST} are the fewest that can be split: split them by time "
+            "(--split time), or name the column that says which sequence an event is of (--user NAME)"
         )
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     split, tenth = torch.zeros(count, dtype=torch.int64), max(count // 10, 1)
@@ -203,31 +199,27 @@ def _until(events: Events, end: str | None, where: str) -> Events:
     last = float(events.times[events.mask].max())
     at = last if end == "last" else moment(end, events.unit if events.unit in SECONDS else "second", where)
     if at < last:
-        raise ValueError(f"{where} is {end}, but there are events up to {last}: the watch ended after those")
+        raise ValueError(f"{where} is {end}, but there are events up to {last}: it ended after those")
     return replace(events, t_end=torch.full_like(events.t_start, at))
 
 
 def _read_pack(path: Path, unit: str | None, end: str | None, by: By) -> EventLog:
-    """A pack has parts and a unit of its own."""
-    pack = read_pack(path, EVENT_KEYS)
-    check_pack(path, pack)
-    if unit is not None and unit != str(pack["unit"]):
-        raise ValueError(f"{path} says that its unit is {str(pack['unit'])!r}, not {unit!r}")
-    offsets, num_marks = pack["offsets"][1:-1], int(pack["num_marks"])
-    times, marks = (np.split(pack[name], offsets) for name in ("times", "marks"))
-    events = Events.from_arrival_times(times, marks=marks, unit=str(pack["unit"]), num_marks=num_marks)
-    events = _until(events, end, f"--end of {path}")
+    """A pack has splits and a unit of its own."""
+    sequences, split, own = read_event_pack(path)
+    if unit is not None and unit != own:
+        raise ValueError(f"{path} says that its unit is {own!r}, not {unit!r}")
+    events = _until(sequences.events(own), end, f"--end of {path}")
     if by == "time":
         return EventLog.of(events, by="time", name=path.name)
-    labels = [str(i) for i in range(num_marks)]
-    return _checked(EventLog(events, torch.as_tensor(pack["split"].astype(np.int64)), labels, path.name))
+    labels = [str(i) for i in range(events.num_marks)]
+    return _checked(EventLog(events, torch.as_tensor(split).long(), labels, path.name))
 
 
 def _checked(log: EventLog) -> EventLog:
     for what, part in zip(EVENT_SPLITS, log.parts(), strict=True):
         if not bool(part.scored.any()):
             raise ValueError(
-                f"{log.name} leaves no sequence of two events for {what}: give more events, or part them "
+                f"{log.name} leaves no sequence of two events for {what}: give more events, or split them "
                 f"by {'sequences' if log.split is None else 'time'}"
             )
     return log

@@ -4,9 +4,9 @@ import io
 import os
 import struct
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,11 @@ import numpy as np
 from constmem.data.packs import Array, cache_folder, identity, read_pack, write_pack
 
 Progress = Callable[[int, int], None]
-WIDTH, HEIGHT = 178, 218
-SPLITS = {"train": 0, "test": 1}
+WIDTH, HEIGHT = 178, 218  # of an aligned face
+SPLITS = ("train", "test")
+BICUBIC = 3  # of pillow's Resampling
 CHUNK = 256  # images between two reports of progress
 UNDECODABLE = (OSError, SyntaxError, EOFError, IndexError, struct.error)  # what pillow raises
-
-
-def pillow() -> Any:
-    """Pillow's Image module, or an error that names the extra it comes with."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError(
-            "JPEG files are read with pillow, which is not installed: pip install 'constmem[data]'"
-        ) from error
-    return Image
 
 
 def faces(path: Path, *, size: int, split: str, progress: Progress | None = None) -> Array:
@@ -40,13 +30,11 @@ def faces(path: Path, *, size: int, split: str, progress: Progress | None = None
     """
     kept = cache_folder() / f"celeba-{size}-{split}-{identity(path)}.npz"
     if kept.is_file():
-        try:
+        with suppress(ValueError):  # of a damaged one
             images = read_pack(kept, ["images"])["images"]
             if images.dtype == np.uint8 and images.shape[1:] == (size, size, 3):
                 return images
-        except ValueError:
-            pass  # made again below
-    images = decode(_jpegs(path, split), path=path, size=size, progress=progress)
+    images = _decoded(_jpegs(path, split), path, size, progress)
     try:
         write_pack(kept, {"images": images}, compress=False)
     except OSError as error:
@@ -58,22 +46,20 @@ def faces(path: Path, *, size: int, split: str, progress: Progress | None = None
     return images
 
 
-def decode(
-    jpegs: list[tuple[int, bytes]], *, path: Path, size: int, progress: Progress | None = None
-) -> Array:
-    """Decode (index, JPEG file) pairs and resize them (bicubic, no crop), on all cores."""
-    bicubic = pillow().Resampling.BICUBIC
+def _decoded(jpegs: list[tuple[int, bytes]], path: Path, size: int, progress: Progress | None) -> Array:
+    """(index, JPEG file) pairs decoded and resized (bicubic, no crop), on all cores."""
 
     def one(numbered: tuple[int, bytes]) -> Array:
         index, content = numbered
         with opened_face(content, f"image {index} of {path}", remedy="prepare the pack again") as opened:
-            return np.asarray(opened.convert("RGB").resize((size, size), bicubic))
+            return np.asarray(opened.convert("RGB").resize((size, size), BICUBIC))
 
     result = np.empty((len(jpegs), size, size, 3), np.uint8)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for i in range(0, len(jpegs), CHUNK):
             part = jpegs[i : i + CHUNK]
-            _fill(result[i : i + CHUNK], pool.map(one, part))
+            for k, image in enumerate(pool.map(one, part), i):
+                result[k] = image
             if progress is not None:
                 progress(i + len(part), len(jpegs))
     return result
@@ -81,22 +67,23 @@ def decode(
 
 @contextmanager
 def opened_face(content: bytes, what: str, *, remedy: str) -> Iterator[Any]:
-    """An aligned face, opened by pillow; where it cannot be decoded, also later, the error names it."""
+    """An aligned face as pillow opens it, its size checked before it is decoded; errors name it."""
     try:
-        with pillow().open(io.BytesIO(content)) as opened:
-            _require_size(opened.size, what)
+        from PIL.JpegImagePlugin import JpegImageFile
+    except ImportError as error:
+        raise ImportError(
+            "JPEG files are read with pillow, which is not installed: pip install 'constmem[data]'"
+        ) from error
+    try:
+        with JpegImageFile(io.BytesIO(content)) as opened:  # no other format, whatever the file says
+            if opened.size != (WIDTH, HEIGHT):
+                raise ValueError(
+                    f"{what} is {opened.size[0]}x{opened.size[1]}, but the aligned CelebA faces are "
+                    f"{WIDTH}x{HEIGHT}: use img_align_celeba, not the in-the-wild or already resized images"
+                )
             yield opened
     except UNDECODABLE as error:
         raise ValueError(f"{what} is not a readable JPEG file ({error}): {remedy}") from error
-
-
-def _require_size(size: tuple[int, int], what: str) -> None:
-    """Refuse an image that is not an aligned CelebA face."""
-    if size != (WIDTH, HEIGHT):
-        raise ValueError(
-            f"{what} is {size[0]}x{size[1]}, but the aligned CelebA faces are {WIDTH}x{HEIGHT}: "
-            "use img_align_celeba, not the in-the-wild or already resized images"
-        )
 
 
 def _jpegs(path: Path, split: str) -> list[tuple[int, bytes]]:
@@ -112,16 +99,11 @@ def _jpegs(path: Path, split: str) -> list[tuple[int, bytes]]:
         and offsets[-1] == len(jpeg)
         and bool((np.diff(offsets) > 0).all())
     )
-    if not whole or not np.isin(splits, list(SPLITS.values())).all():
+    if not whole or not np.isin(splits, (0, 1)).all():
         raise ValueError(
             f"the arrays of {path} do not fit together: jpeg {jpeg.dtype}{list(jpeg.shape)}, offsets "
             f"{offsets.dtype}{list(offsets.shape)} from 0 to the length of jpeg, split (0 or 1) "
             f"{splits.dtype}{list(splits.shape)}; prepare it again"
         )
-    chosen = np.flatnonzero(splits == SPLITS[split]).tolist()
+    chosen = np.flatnonzero(splits == SPLITS.index(split)).tolist()
     return [(i, jpeg[offsets[i] : offsets[i + 1]].tobytes()) for i in chosen]
-
-
-def _fill(place: Array, images: Iterable[Array]) -> None:
-    for i, image in enumerate(images):
-        place[i] = image

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributions import Normal
 
 from constmem.core import checks
-from constmem.data.sizes import draw_counts, draw_sizes, draw_split, first
-from constmem.data.task import Task
+from constmem.data.task import Task, draw_counts, draw_sizes, draw_split, first
 
 Kernel = Literal["rbf", "matern", "periodic"]
 LENGTH, SCALE, PERIOD, X = (0.1, 0.6), (0.1, 1.0), (0.1, 0.5), (-2.0, 2.0)  # drawn from U[low, high)
@@ -140,7 +139,7 @@ def gp_tasks(
     """Tasks by the reference protocol: one context and one target size for the whole batch.
 
     x ~ U[-2, 2); Nc ~ U{3..46} and Nt ~ U{3..49-Nc} for 50 points at most; made on the
-    generator's device, together with the processes they came from. `padded` tells the sizes by masks
+    generator's device, together with the processes they came from. `padded` gives the sizes by masks
     over max_points - 1 points: shapes never change, and nothing waits for the device.
     """
     if padded:
@@ -162,7 +161,7 @@ def static_gp_tasks(
     max_points: int = 50,
     fill_targets: bool = False,
 ) -> tuple[Task, GaussianProcess]:
-    """Tasks of one fixed shape, their sizes drawn for each task by the protocol and told by masks.
+    """Tasks of one fixed shape, their sizes drawn for each task by the protocol and given by masks.
 
     There are max_points - 4 slots for the context and as many for targets; nothing waits for the
     device, so that steps on these tasks can be compiled or captured in a graph.

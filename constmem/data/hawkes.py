@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from constmem.core.names import known
+from constmem.core.checks import known
 from constmem.data.catalogue import DATASETS
-from constmem.data.process import Hazards, Process, Step, last_times, require_positive
+from constmem.data.simulate import Hazards, Process, Step, last_times, require_positive
 from constmem.point_processes.events import Events
 
 

@@ -1,9 +1,9 @@
 """Image data sets by name, as uint8 tensors."""
 
-import difflib
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from constmem.core import checks
+from constmem.core.checks import known
 from constmem.data.catalogue import PACKS
 from constmem.data.faces import Progress, faces
 from constmem.data.packs import Array, Folder, MissingDataError, find_pack, read_pack
@@ -61,7 +62,7 @@ def load_images(
     classes: Iterable[int] | None = None,
     progress: Progress | None = None,
 ) -> Images:
-    """The images of a data set: 'emnist', 'celeba32', 'celeba64', 'celeba128' or 'digits'.
+    """The images of a data set of the registry: emnist, celeba32, celeba64, celeba128 or digits.
 
     Args:
         name: of the data set.
@@ -76,8 +77,8 @@ def load_images(
         >>> tuple(seen.pixels.shape[1:]), int(seen.labels.max())
         ((28, 28, 1), 4)
     """
-    _require_known(name, split)
-    pixels, labels, source = LOADERS[name](data_dir, split, progress)
+    load = LOADERS[known("data set of images", name, LOADERS)]
+    pixels, labels, source = load(data_dir, known("split", split, SPLITS), progress)
     tensor = torch.from_numpy(pixels if pixels.ndim == 4 else pixels[..., None])
     numbers = None if labels is None else torch.from_numpy(labels.astype(np.int64))
     images = Images(tensor, numbers, name, source)
@@ -87,24 +88,12 @@ def load_images(
 
 
 def hold_out(images: Images, *, count: int, seed: int = 0) -> tuple[Images, Images]:
-    """Part the images at random into the rest and `count` held out, for validation."""
+    """Split the images at random into the rest and `count` held out, for validation."""
     if not 0 < count < len(images):
         raise ValueError(f"{count} of {len(images)} images cannot be held out: take between 1 and all but 1")
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     order = order.to(images.pixels.device)
     return images.take(order[count:].sort().values), images.take(order[:count].sort().values)
-
-
-def _require_known(name: str, split: str) -> None:
-    if name not in LOADERS:
-        near = difflib.get_close_matches(name, LOADERS, n=2, cutoff=0.4)
-        raise ValueError(
-            f"there is no data set {name!r}"
-            + (f"; did you mean {' or '.join(near)}?" if near else "")
-            + f" Known are {', '.join(LOADERS)}"
-        )
-    if split not in SPLITS:
-        raise ValueError(f"split must be 'train' or 'test', not {split!r}")
 
 
 def _emnist(data_dir: Folder, split: str, _progress: Progress | None) -> Loaded:
@@ -127,26 +116,23 @@ def _emnist(data_dir: Folder, split: str, _progress: Progress | None) -> Loaded:
     return images, labels, _source_of(pack, split, counts, "emnist", "EMNIST 'balanced', 28x28")
 
 
-def _celeba(size: int) -> Callable[[Folder, str, Progress | None], Loaded]:
-    def load(data_dir: Folder, split: str, progress: Progress | None) -> Loaded:
-        path = find_pack("celeba", data_dir)
-        images = faces(path, size=size, split=split, progress=progress)
-        pack = read_pack(path, ["split"], optional=["source", "image_number"])
-        counts = {"train": int((pack["split"] == 0).sum()), "test": int((pack["split"] == 1).sum())}
-        about = f"CelebA aligned faces, bicubic resize to {size}x{size} without crop"
-        source = _source_of(pack, split, counts, "celeba", about)
-        if size == 32 and split == "train":
-            more = _more_faces(data_dir, pack.get("image_number"))
-            if len(more):
-                images = np.concatenate([images, more])
-                source += f"; and {len(more):,} more from celeba32_more.npz"
-        return images, None, source
-
-    return load
+def _celeba(size: int, data_dir: Folder, split: str, progress: Progress | None) -> Loaded:
+    path = find_pack("celeba", data_dir)
+    images = faces(path, size=size, split=split, progress=progress)
+    pack = read_pack(path, ["split"], optional=["source", "image_number"])
+    counts = {part: int((pack["split"] == i).sum()) for i, part in enumerate(SPLITS)}
+    about = f"CelebA aligned faces, bicubic resize to {size}x{size} without crop"
+    source = _source_of(pack, split, counts, "celeba", about)
+    if size == 32 and split == "train":
+        more = _more_faces(data_dir, pack.get("image_number"))
+        if len(more):
+            images = np.concatenate([images, more])
+            source += f"; and {len(more):,} more from celeba32_more.npz"
+    return images, None, source
 
 
 def _more_faces(data_dir: Folder, numbers: Array | None) -> Array:
-    """Training faces of the second pack that the first does not hold; none where that cannot be told."""
+    """Training faces of the second pack that the first does not hold; none where that is not known."""
     try:
         path = find_pack("celeba32_more", data_dir)
     except MissingDataError:
@@ -176,15 +162,13 @@ def _digits(_data_dir: Folder, split: str, _progress: Progress | None) -> Loaded
 
 LOADERS: dict[str, Callable[[Folder, str, Progress | None], Loaded]] = {
     "emnist": _emnist,
-    "celeba32": _celeba(32),
-    "celeba64": _celeba(64),
-    "celeba128": _celeba(128),
+    **{f"celeba{size}": partial(_celeba, size) for size in (32, 64, 128)},
     "digits": _digits,
 }
 
 
 def _source_of(pack: dict[str, Array], split: str, counts: dict[str, int], name: str, about: str) -> str:
-    """What the pack says of its origin, else what its counts tell."""
+    """What the pack says of its origin, else what its counts say."""
     official = PACKS[name].official
     start = f"{about}: {counts[split]:,} {split} images"
     if "source" in pack:

@@ -1,16 +1,14 @@
-"""The prepared format of data sets: where packs are, how they are read and written, what is found.
+"""Packs, the prepared form of data sets: found, read within bounds, written whole, listed.
 
-A pack is one `.npz` file of plain arrays (`numpy.load(path, allow_pickle=False)`):
+A pack is one `.npz` file of plain arrays, which `numpy.load(path, allow_pickle=False)` reads too:
 
-- `emnist.npz`: `train_images` and `test_images` uint8 (n, 28, 28), upright; `train_labels` and
-  `test_labels`, 0-9 digits and 10-46 letters.
-- `celeba.npz`: `jpeg` uint8, the JPEG files (178x218) one after the other; `offsets` int64 (n + 1,),
-  file i is `jpeg[offsets[i]:offsets[i + 1]]`; `split` int8 (n,), 0 train and validation, 1 test;
-  `image_number` int32 (n,), the official number of each image.
-- `celeba32_more.npz`: `images` uint8 (n, 32, 32, 3), further training faces; `image_number` as above.
-- `events_*.npz`: `times` float64, all sequences one after the other, never decreasing inside one, in
-  `unit`; `marks` int32 from 0, -1 where unknown; `offsets` int64 (n + 1,), sequence k is
-  `times[offsets[k]:offsets[k + 1]]`; `split` int8 (n,), 0 train, 1 validation, 2 test; `num_marks`.
+- `emnist.npz`: `train_images`, `test_images` uint8 (n, 28, 28), upright; `train_labels`, `test_labels`.
+- `celeba.npz`: `jpeg` uint8, the JPEG files (178x218) concatenated; `offsets` int64 (n + 1,), file i is
+  `jpeg[offsets[i]:offsets[i + 1]]`; `split` int8 (n,), 0 train and validation, 1 test; `image_number` int32.
+- `celeba32_more.npz`: `images` uint8 (n, 32, 32, 3), further training faces; `image_number`.
+- `events_*.npz`: `times` float64, all sequences concatenated, never decreasing inside one, in `unit`;
+  `marks` int32 from 0, -1 where unknown; `offsets` as above; `split` int8 (n,), 0 train, 1 validation,
+  2 test; `num_marks`.
 
 Packs written by `prepare` also hold `source`, a sentence on where the data come from, and `sources`,
 a JSON object of file names and their SHA-256.
@@ -18,12 +16,15 @@ a JSON object of file names and their SHA-256.
 
 import io
 import os
+import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from math import prod
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,12 @@ from constmem.data.catalogue import EVENT_KEYS, EVENT_SPLITS, OWN_EVENTS, PACKS,
 
 Array = npt.NDArray[Any]
 Folder = str | os.PathLike[str] | None
-DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError, OSError, NotImplementedError)
+DAMAGE = (
+    zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, KeyError, OSError,
+    NotImplementedError, RuntimeError, MemoryError, SyntaxError, TokenError,
+)  # fmt: skip
+ROOM, RATIO = 2**26, 100  # an archive may unpack to so many bytes, and so many times its size more
+LARGE = ("train_images", "test_images", "jpeg", "images", "times", "marks")  # not needed to count
 
 
 class MissingDataError(FileNotFoundError):
@@ -73,20 +79,47 @@ def find_pack(name: str, data_dir: Folder = None) -> Path:
 def read_pack(path: Path, keys: Sequence[str], *, optional: Sequence[str] = ()) -> dict[str, Array]:
     """These arrays of a pack, and the optional ones that it holds; an error where it is damaged."""
     try:
-        with _open(path) as pack:
-            absent = [key for key in keys if key not in pack.files]
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            require_bounded(archive, path)
+            members = {m.filename.removesuffix(".npy"): m for m in archive.infolist()}
+            absent = [key for key in keys if key not in members]
             if not absent:
-                return {key: pack[key] for key in (*keys, *optional) if key in pack.files}
-            found = ", ".join(sorted(pack.files)) or "nothing"
+                return {key: _array(archive, members[key]) for key in (*keys, *optional) if key in members}
     except DAMAGE as error:
         raise ValueError(
             f"{path} is not a readable npz file of plain arrays ({error}): it is cut short, damaged or "
             "of another format; copy or prepare it again"
         ) from error
     raise ValueError(
-        f"{path} lacks {', '.join(absent)}: it holds {found}. It is another file under this name, or "
-        "of another version; prepare it again"
+        f"{path} lacks {', '.join(absent)}: it holds {', '.join(sorted(members)) or 'nothing'}. It is "
+        "another file under this name, or of another version; prepare it again"
     )
+
+
+def require_bounded(archive: zipfile.ZipFile, path: Path) -> None:
+    """Refuse an archive that would unpack to far more than its own size, before anything is unpacked."""
+    whole, most = sum(m.file_size for m in archive.infolist()), ROOM + RATIO * path.stat().st_size
+    if whole > most:
+        raise ValueError(
+            f"{path} of {path.stat().st_size:,} bytes would unpack to {whole:,}, more than {RATIO} times that"
+        )
+
+
+def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:
+    """One array; its header must announce just the bytes that are there, before memory is taken for them."""
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        if version > (2, 0):
+            raise ValueError(f"{member.filename} is an array of format {version}")
+        newer = version == (2, 0)
+        read = np.lib.format.read_array_header_2_0 if newer else np.lib.format.read_array_header_1_0
+        shape, _, dtype = read(file)
+        announced, held = prod(shape) * dtype.itemsize, member.file_size - file.tell()
+    if announced != held or dtype.hasobject:
+        raise ValueError(f"{member.filename} announces {announced:,} bytes of {dtype}, but holds {held:,}")
+    with archive.open(member) as file:
+        array: Array = np.lib.format.read_array(file, allow_pickle=False)
+    return array
 
 
 def write_pack(path: Path, arrays: dict[str, Array], *, compress: bool) -> Path:
@@ -109,15 +142,15 @@ def free_for(path: Path, counts: Mapping[str, int], *, replace: bool) -> Path:
         return path
     kind = "sequences" if old.known.of_events else "images"
     raise FileExistsError(
-        f"{path} holds {told(old.counts)} {kind}, more than the new one would, {told(counts)}: nothing was "
-        "written; give --replace (in Python: replace=True) to write over it, or another --data-dir"
+        f"{path} holds {in_words(old.counts)} {kind}, more than the new one would, {in_words(counts)}: "
+        "nothing was written; give --replace (in Python: replace=True) or another --data-dir"
     )
 
 
-def told(counts: Mapping[str, int]) -> str:
+def in_words(counts: Mapping[str, int]) -> str:
     """Counts of splits in words.
 
-    >>> told({"train": 112_800, "test": 18_800})
+    >>> in_words({"train": 112_800, "test": 18_800})
     '112,800 train, 18,800 test'
     """
     return ", ".join(f"{count:,} {split}" for split, count in counts.items())
@@ -138,7 +171,7 @@ class Listing:
     """What was found of a data set; `path` is None where nothing was.
 
     Args:
-        known: the data set.
+        known: what it should be.
         path: its pack, or the package it is embedded in.
         size: bytes of the pack.
         counts: images or event sequences in each split.
@@ -157,11 +190,39 @@ class Listing:
             return f"{name}: missing. {self.known.about}. To get it, {self.known.get}"
         if self.problem is not None:
             return f"{name}: cannot be used. {self.problem}"
-        counts = told(self.counts)
         size = f", {self.size / 1e6:.1f} MB" if self.size else ""
+        return f"{name}: {in_words(self.counts)}{self._complete()}{size}, {self.path}. {self.known.about}"
+
+    def _complete(self) -> str:
         complete = "" if self.known.embedded else self.known.completeness(self.counts)
-        counts += f" ({complete})" if complete else ""
-        return f"{name}: {counts}{size}, {self.path}. {self.known.about}"
+        return f" ({complete})" if complete else ""
+
+    def prepared(self, source: str, differs: str) -> tuple[list[str], list[str]]:
+        """Of a pack just written from a source: lines on what it holds, and warnings on what is not official.
+
+        Args:
+            source: what the pack says of its origin.
+            differs: what it says there if a checksum is not the official one.
+        """
+        found = [f"found: {in_words(self.counts)} {self._contents()}{self._complete()}"]
+        official, warnings = self.known.official, [source] if differs in source else []
+        if official and self.counts != official:
+            warnings.append(
+                f"expected were {in_words(official)} images, officially, but found were "
+                f"{in_words(self.counts)}: {self.known.completeness(self.counts)}"
+            )
+        return [*found, *([] if differs in source else [source])], warnings
+
+    def _contents(self) -> str:
+        """What a pack is made of, and of how many kinds of it."""
+        assert self.path is not None
+        if self.known.of_events:
+            pack = read_pack(self.path, ["offsets", "num_marks"])
+            return f"sequences, {int(pack['offsets'][-1]):,} events of {int(pack['num_marks']):,} marks"
+        if "train_labels" not in self.known.keys:
+            return "images"
+        labels = read_pack(self.path, ["train_labels", "test_labels"])
+        return f"images of {len(np.unique(np.concatenate(list(labels.values()))))} classes"
 
 
 def listing(data_dir: Folder = None) -> list[Listing]:
@@ -183,10 +244,11 @@ def hints(data_dir: Folder = None) -> list[str]:
 
 def listed(name: str, folder: Path) -> Listing:
     """What is found in a folder of one data set: a known one, or one's own events."""
-    own = Pack(name, EVENT_KEYS, "event sequences", "")
-    entry = PACKS.get(name, own)
+    entry = PACKS.get(name, Pack(name, EVENT_KEYS, "event sequences", ""))
     if entry.embedded is not None:
-        return _listed_embedded(entry, entry.embedded)
+        found = find_spec(entry.embedded)
+        place = None if found is None or found.origin is None else Path(found.origin).parent
+        return Listing(entry, place, 0, {} if place is None else dict(entry.official))
     path = folder / f"{entry.name}.npz"
     if not path.is_file():
         return Listing(entry, None, 0, {})
@@ -197,33 +259,12 @@ def listed(name: str, folder: Path) -> Listing:
         return Listing(entry, path, size, {}, str(error))
 
 
-def _listed_embedded(entry: Pack, package: str) -> Listing:
-    from importlib.util import find_spec
-
-    found = find_spec(package)
-    if found is None or found.origin is None:
-        return Listing(entry, None, 0, {})
-    return Listing(entry, Path(found.origin).parent, 0, dict(entry.official))
-
-
 def _counts(path: Path, entry: Pack) -> dict[str, int]:
     """Images or sequences in each split, from the small arrays of a pack."""
-    large = ("train_images", "test_images", "jpeg", "images", "times", "marks")
-    pack = read_pack(path, [key for key in entry.keys if key not in large])
-    if entry.of_events:
-        return {name: int((pack["split"] == i).sum()) for i, name in enumerate(EVENT_SPLITS)}
-    if entry.name == "emnist":
-        return {"train": len(pack["train_labels"]), "test": len(pack["test_labels"])}
-    if entry.name == "celeba":
-        return {"train": int((pack["split"] == 0).sum()), "test": int((pack["split"] == 1).sum())}
-    return {"train": len(pack["image_number"])}
-
-
-@contextmanager
-def _open(path: Path) -> "Iterator[np.lib.npyio.NpzFile]":
-    with path.open("rb") as file:  # opened here: numpy leaves it open where the archive is damaged
-        if file.read(2) != b"PK":  # numpy would take it for a pickle and say so
-            raise ValueError("it does not begin like a zip archive")
-        file.seek(0)
-        with np.load(file, allow_pickle=False) as pack:
-            yield pack
+    pack = read_pack(path, [key for key in entry.keys if key not in LARGE])
+    if "train_labels" in pack:
+        return {split: len(pack[f"{split}_labels"]) for split in ("train", "test")}
+    if "split" not in pack:
+        return {"train": len(pack["image_number"])}
+    names: Iterable[str] = EVENT_SPLITS if entry.of_events else ("train", "test")
+    return {name: int((pack["split"] == i).sum()) for i, name in enumerate(names)}

@@ -1,283 +1,253 @@
-"""From the original public files to the prepared format (see `packs`): EMNIST and CelebA."""
+"""From original public files to packs, by name: events here (JODIE, EasyTPP), images in `prepare_images`."""
 
-import gzip
 import hashlib
 import json
-import os
-import re
-import struct
-import zipfile
-import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal
 
 import numpy as np
 
-from constmem.data.faces import CHUNK, Progress, opened_face
-from constmem.data.packs import Array, Folder, data_folder, free_for, write_pack
+from constmem.core.checks import known
+from constmem.data.catalogue import EVENT_SPLITS, PREPARED
+from constmem.data.event_files import easytpp_sequences
+from constmem.data.event_rows import Sequences, numbered_sequences
+from constmem.data.faces import Progress
+from constmem.data.packs import Array, Folder, data_folder, free_for, in_words, listed, read_pack, write_pack
+from constmem.data.prepare_images import DIFFERS, Source, prepare_celeba, prepare_emnist
 
-PARTITION = "list_eval_partition.txt"
-PUBLISHED = {  # MD5 of the official files, as published with torchvision
-    "gzip.zip": "58c8d27c78d21e728a6bc7b3cc06412e",
-    "img_align_celeba.zip": "00d2c5bc6d35e252742224ab0c1e8fcb",
-    PARTITION: "d32c9cbf5e040fd4025c592c306e6668",
+
+@dataclass(frozen=True)
+class Jodie:
+    """What is done with a file of the JODIE collection.
+
+    Attributes:
+        file: its public name.
+        pack: what is written.
+        by: what makes a sequence; the other column is the mark.
+        commonest: how many marks are kept (None: all).
+        rebase: count each sequence's times from its first event.
+    """
+
+    file: str
+    pack: str
+    by: Literal["user", "item"] = "user"
+    commonest: int | None = None
+    rebase: bool = False
+
+
+JODIE = {
+    "mooc": Jodie("mooc.csv", "events_mooc", rebase=True),
+    "reddit": Jodie("reddit.csv", "events_reddit50", commonest=50),
+    "wiki": Jodie("wikipedia.csv", "events_wiki", by="item"),  # a page's edits, marked by editor
 }
-NUM_CLASSES, SIDE = 47, 28
-AGAIN = "extract or download it again"
-DIFFERS = "not that of the official file"  # said of a checksum
-Source = str | os.PathLike[str]
-Place = TypeVar("Place")
-Reader = Callable[[str], bytes]
+UNITS = {"taxi": "hour"}  # of EasyTPP's sets, where it is known
+FILES = {"train": ("train",), "validation": ("dev", "validation", "valid", "val"), "test": ("test",)}
 
 
-def prepare_emnist(
-    source: Source, data_dir: Folder = None, *, replace: bool = False, progress: Progress | None = None
-) -> Path:
-    """Write `emnist.npz` from EMNIST 'balanced' in its binary (IDX) format.
+@dataclass(frozen=True)
+class Prepared:
+    """A pack that was just written: where, what it holds, and what of it is not as officially."""
 
-    The original images are transposed; the pack's are upright.
+    path: Path
+    found: list[str]
+    warnings: list[str]
+
+
+def prepare_pack(
+    what: str,
+    source: Source,
+    data_dir: Folder,
+    *,
+    partition: Source | None = None,
+    name: str | None = None,
+    unit: str | None = None,
+    replace: bool = False,
+    progress: Progress | None = None,
+) -> Prepared:
+    """Write the pack of a data set from its original public files, by the name that the registry gives it.
 
     Args:
-        source: the official `gzip.zip`, or a folder with the four `emnist-balanced-*` files.
-        data_dir: folder to write to; else CONSTMEM_DATA, else ~/.local/share/constmem.
-        replace: write over a pack of more images, too.
-        progress: called with (done, all) files.
+        what: one of `catalogue.PREPARED`.
+        source: folder, archive or file of the original data.
+        data_dir: folder to write to.
+        partition: of celeba, the list of its splits.
+        name, unit: of easytpp, what the data set is called and the unit of its times.
+        replace: write over a pack that holds more, too.
+        progress: called with (done, all) while images are read.
     """
-    source = Path(source)
-    arrays: dict[str, Array] = {}
-    digests: dict[str, str] = {}
-    with _reader(source, what="EMNIST") as read:
-        for number, (split, kind) in enumerate(
-            (s, k) for s in ("train", "test") for k in ("images", "labels")
-        ):
-            name = f"emnist-balanced-{split}-{kind}-idx{3 if kind == 'images' else 1}-ubyte.gz"
-            content = read(name)
-            digests[name] = hashlib.sha256(content).hexdigest()
-            arrays[f"{split}_{kind}"] = _idx(name, content, dims=3 if kind == "images" else 1)
-            if progress is not None:
-                progress(number + 1, 4)
-    for split in ("train", "test"):
-        _check_emnist(split, arrays[f"{split}_images"], arrays[f"{split}_labels"])
-        upright = arrays[f"{split}_images"].transpose(0, 2, 1)
-        arrays[f"{split}_images"] = np.ascontiguousarray(upright)
-    counts = {split: len(arrays[f"{split}_labels"]) for split in ("train", "test")}
-    path = free_for(data_folder(data_dir) / "emnist.npz", counts, replace=replace)
-    return write_pack(path, arrays | _origin({"gzip.zip": source}, digests), compress=True)
+    preparers: dict[str, Callable[..., Path]] = {
+        "emnist": partial(prepare_emnist, progress=progress),
+        "celeba": partial(prepare_celeba, partition=partition, progress=progress),
+        **{jodie: partial(prepare_jodie, jodie) for jodie in JODIE},
+        "easytpp": partial(prepare_easytpp, name=name, unit=unit),
+    }
+    known("data set to prepare", what, PREPARED)
+    if data_dir is None:
+        raise ValueError("say where to write: --data-dir FOLDER, or set CONSTMEM_DATA")
+    if what != "easytpp" and (name or unit):
+        raise ValueError(f"--name and --unit are for easytpp: those of {what} are known")
+    if what != "celeba" and partition:
+        raise ValueError(f"--partition is for celeba: {what} has no such list")
+    folder = data_folder(data_dir)
+    before = {path: listed(path.stem, folder) for path in folder.glob("*.npz")}
+    path = preparers[what](source, data_dir, replace=replace)
+    found, warnings = listed(path.stem, folder).prepared(str(read_pack(path, ["source"])["source"]), DIFFERS)
+    if path in before:
+        old = before[path]
+        held = "that could not be read" if old.problem else f"of {in_words(old.counts)}"
+        found = [f"replaced: a pack {held}", *found]
+    return Prepared(path, found, warnings)
 
 
-def prepare_celeba(
+def prepare_jodie(name: str, source: Source, data_dir: Folder = None, *, replace: bool = False) -> Path:
+    """Write the pack of mooc, reddit or wiki from its file of the JODIE collection.
+
+    Of the events of a sequence at the same second the first is kept: a density over gaps has no
+    room for the others. Sequences left with fewer than two events, and events outside the
+    commonest marks where only those are kept, are left out. The pack's `source` counts it all. The
+    first 60 % of the sequences by first appearance are for training, 20 % for validation, 20 % for testing.
+
+    Args:
+        name: "mooc", "reddit" or "wiki".
+        source: the CSV file, or the folder it is in.
+        data_dir: folder to write to; else CONSTMEM_DATA, else ~/.local/share/constmem.
+        replace: write over a pack of more sequences, too.
+    """
+    plan = JODIE[known("data set of JODIE", name, JODIE)]
+    path = Path(source) / plan.file if Path(source).is_dir() else Path(source)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {path}: give {plan.file} of the JODIE collection or its folder")
+    read = numbered_sequences(path, by=plan.by)
+    kept, account = _cleaned(read, plan)
+    count = len(kept.times)
+    split = np.repeat((0, 1, 2), np.diff((0, 3 * count // 5, 4 * count // 5, count)))
+    sentence = f"prepared from {path.name} of the JODIE collection: {account}; split 60/20/20 by file order"
+    pack = _free(data_folder(data_dir) / f"{plan.pack}.npz", split, replace=replace)
+    return _write(kept, split, "second", pack, sentence, [path])
+
+
+def prepare_easytpp(
     source: Source,
     data_dir: Folder = None,
     *,
-    partition: Source | None = None,
+    name: str | None = None,
+    unit: str | None = None,
     replace: bool = False,
-    progress: Progress | None = None,
 ) -> Path:
-    """Write `celeba.npz` from the aligned CelebA faces; the partition list says which.
+    """Write `events_NAME.npz` from a folder with the train, dev and test files of an EasyTPP data set.
+
+    They are JSON, JSON Lines or Parquet. Everything is kept, in its own splits.
 
     Args:
-        source: `img_align_celeba.zip`, or the folder with the images or with `img_align_celeba` in it.
+        source: the folder.
         data_dir: folder to write to; else CONSTMEM_DATA, else ~/.local/share/constmem.
-        partition: `list_eval_partition.txt`; looked for in `source` and beside it where not given.
-        replace: write over a pack of more images, too.
-        progress: called with (done, all) images.
+        name: of the data set; by default that of the folder.
+        unit: of its times; known for taxi.
+        replace: write over a pack of more sequences, too.
     """
-    source = Path(source)
-    if not source.exists():
-        raise _missing(source, "CelebA")
-    listed = _find_partition(source, partition)
-    splits = _read_partition(listed)
-    num_test = list(splits.values()).count(2)
-    counts = {"train": len(splits) - num_test, "test": num_test}
-    path = free_for(data_folder(data_dir) / "celeba.npz", counts, replace=replace)
-    jpeg, ends = _collect(source, list(splits), progress)
-    arrays: dict[str, Array] = {
-        "jpeg": np.frombuffer(jpeg, np.uint8),
-        "offsets": np.array(ends, np.int64),
-        "split": np.array([int(split == 2) for split in splits.values()], np.int8),
-        "image_number": np.array([int(Path(name).stem) for name in splits], np.int32),
-    }
-    origin = _origin(
-        {"img_align_celeba.zip": source, PARTITION: listed},
-        {"all images, in the order of the list": hashlib.sha256(jpeg).hexdigest()},
-    )
-    return write_pack(path, arrays | origin, compress=False)
+    folder = Path(source)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}: give the one with train, dev and test files")
+    name = name or folder.resolve().name
+    if not name.replace("_", "").replace("-", "").isalnum():
+        raise ValueError(f"{name!r} cannot be a part of a file name: name the data set by letters and digits")
+    unit = unit or UNITS.get(name)
+    if unit is None:
+        raise ValueError(f"EasyTPP does not state the unit of {name}: give it, such as --unit hour")
+    paths = [_split_file(folder, split) for split in EVENT_SPLITS]
+    parts = [easytpp_sequences(path) for path in paths]
+    if len({part.num_marks for part in parts}) > 1:
+        each = ", ".join(f"{path.name}: {part.num_marks}" for path, part in zip(paths, parts, strict=True))
+        raise ValueError(f"the files in {folder} differ in dim_process ({each}): they do not belong together")
+    times, marks = ([row for part in parts for row in getattr(part, key)] for key in ("times", "marks"))
+    split = np.repeat((0, 1, 2), [len(part.times) for part in parts])
+    sentence = f"prepared from EasyTPP's files of {name}, all events, its own splits"
+    joined = Sequences(times, marks, parts[0].num_marks)
+    pack = _free(data_folder(data_dir) / f"events_{name}.npz", split, replace=replace)
+    return _write(joined, split, unit, pack, sentence, paths)
 
 
-def _collect(source: Path, names: list[str], progress: Progress | None) -> tuple[bytearray, list[int]]:
-    """The JPEG files one after the other, each checked, and where they begin and end."""
-    jpeg, ends = bytearray(), [0]
-    with _reader(source, what="CelebA") as read:
-        for number, name in enumerate(names, 1):
-            content = read(name)
-            _check_jpeg(name, content)
-            with opened_face(content, f"{name} of {source}", remedy=AGAIN) as opened:
-                opened.draft("RGB", (1, 1))  # an eighth of its size: all is decoded, but fast
-                opened.load()
-            jpeg += content
-            ends.append(len(jpeg))
-            if progress is not None and (number % CHUNK == 0 or number == len(names)):
-                progress(number, len(names))
-    return jpeg, ends
+def _free(path: Path, split: Array, *, replace: bool) -> Path:
+    counts = {name: int((split == i).sum()) for i, name in enumerate(EVENT_SPLITS)}
+    return free_for(path, counts, replace=replace)
 
 
-@contextmanager
-def _reader(source: Path, *, what: str) -> Iterator[Reader]:
-    """A function that reads a file by its bare name from a folder, what is below it, or a zip archive."""
-    if source.is_dir():
-        places = {path.name: path for path in sorted(source.rglob("*")) if path.is_file()}
-        yield lambda name: _found(places, name, source).read_bytes()
-    elif source.is_file():
-        try:
-            with zipfile.ZipFile(source) as archive:
-                members = {Path(m.filename).name: m for m in archive.infolist() if not m.is_dir()}
-                yield lambda name: archive.read(_found(members, name, source))
-        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-            raise ValueError(
-                f"{source} is not a whole zip archive ({error}): it is cut short or damaged; "
-                "download it again"
-            ) from error
-    else:
-        raise _missing(source, what)
-
-
-def _missing(source: Path, what: str) -> FileNotFoundError:
-    return FileNotFoundError(f"there is no {source}: give the folder or zip archive of {what}")
-
-
-def _found(places: dict[str, Place], name: str, source: Path) -> Place:
-    if name not in places:
+def _split_file(folder: Path, split: str) -> Path:
+    endings = (".json", ".jsonl", ".parquet")
+    places = [folder / f"{stem}{ending}" for stem in FILES[split] for ending in endings]
+    places += sorted(place for stem in FILES[split] for place in folder.glob(f"**/{stem}-*.parquet"))
+    found = [place for place in places if place.is_file()]
+    if len(found) != 1:
+        names = ", ".join(place.name for place in found) or "none"
         raise FileNotFoundError(
-            f"{name} is not in {source} ({len(places):,} files): the download or its extraction broke off, "
-            "or this is another part of the data set"
+            f"{folder} has {len(found)} files for {split} ({names}), but one is needed: "
+            f"{' or '.join(FILES[split])} as .json, .jsonl or .parquet"
         )
-    return places[name]
+    return found[0]
 
 
-def _idx(name: str, content: bytes, *, dims: int) -> Array:
-    """The array in a gzipped IDX file of unsigned bytes: magic number, sizes, data."""
-    try:
-        raw = gzip.decompress(content)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(
-            f"{name} is not a whole gzip file ({error}): it is cut short or damaged; download it again"
-        ) from error
-    start = 4 + 4 * dims
-    magic = 0x0800 + dims  # 08: unsigned bytes
-    if len(raw) < start or struct.unpack(">I", raw[:4])[0] != magic:
-        raise ValueError(
-            f"{name} does not begin with the magic number {magic:#06x} and {dims} sizes of an IDX file of "
-            "unsigned bytes: it is another file under this name; download it again"
+def _cleaned(read: Sequences, plan: Jodie) -> tuple[Sequences, str]:
+    """What is kept of a file, and an account of what is not."""
+    events = sum(len(t) for t in read.times)
+    account = [f"{events:,} events"]
+    number = np.arange(read.num_marks)
+    if plan.commonest is not None:
+        counts = np.bincount(np.concatenate(read.marks), minlength=read.num_marks)
+        chosen = np.sort(np.argsort(-counts, kind="stable")[: plan.commonest])
+        number = np.full(read.num_marks, -1)
+        number[chosen] = np.arange(len(chosen))
+        lost = events - int(counts[chosen].sum())
+        account.append(
+            f"{lost:,} outside the {len(chosen)} commonest of {(counts > 0).sum():,} marks left out"
         )
-    shape = struct.unpack(f">{dims}I", raw[4:start])
-    wanted = int(np.prod(shape, dtype=np.int64))
-    if len(raw) - start != wanted:
-        raise ValueError(
-            f"{name} announces {'x'.join(map(str, shape))} = {wanted:,} bytes, but holds "
-            f"{len(raw) - start:,}: it is cut short or damaged; download it again"
-        )
-    return np.frombuffer(raw, np.uint8, offset=start).reshape(shape)
-
-
-def _check_emnist(split: str, images: Array, labels: Array) -> None:
-    if images.shape[1:] != (SIDE, SIDE):
-        size = "x".join(map(str, images.shape[1:]))
-        raise ValueError(
-            f"the {split} images are {size}, but EMNIST's are {SIDE}x{SIDE}: use the original files"
-        )
-    if len(images) != len(labels):
-        raise ValueError(
-            f"there are {len(images):,} {split} images but {len(labels):,} labels: the files do not belong "
-            "together; take all four from one archive"
-        )
-    if len(labels) == 0 or labels.max() >= NUM_CLASSES:
-        raise ValueError(
-            f"the {split} labels reach {labels.max(initial=0)} ({len(labels):,} of them), but EMNIST "
-            f"'balanced' has {NUM_CLASSES} classes: use the emnist-balanced files"
-        )
-
-
-def _find_partition(source: Path, partition: Source | None) -> Path:
-    places = [source / PARTITION, source.parent / PARTITION] if partition is None else [Path(partition)]
-    for place in places:
-        if place.is_file():
-            return place
-    raise FileNotFoundError(
-        f"there is no {' or '.join(map(str, places))}: CelebA's partition list says which images are for "
-        "testing; download it from the same page (folder Eval) and put it there, or give it by --partition "
-        "FILE (in Python: partition=)"
-    )
-
-
-def _read_partition(path: Path) -> dict[str, int]:
-    """File name -> 0 train, 1 validation, 2 test."""
-    splits: dict[str, int] = {}
-    for number, line in enumerate(_text(path).splitlines(), 1):
-        if not line.strip():
+    times, marks, simultaneous, short = [], [], 0, 0
+    for time, mark in zip(read.times, _renumbered(number, read.marks), strict=True):
+        wanted = mark >= 0
+        time, mark = time[wanted], mark[wanted]
+        new = np.diff(time, prepend=-np.inf) > 0
+        simultaneous += int((~new).sum())
+        time, mark = time[new], mark[new]
+        if len(time) < 2:
+            short += 1
             continue
-        match = re.fullmatch(r"([0-9]{1,9}\.jpg)\s+([012])", line.strip())
-        if match is None or match[1] in splits:
+        times.append(time - time[0] if plan.rebase else time)
+        marks.append(mark)
+    account.append(f"{simultaneous:,} simultaneous with the one before left out")
+    account.append(f"{short:,} sequences of fewer than two events left out")
+    if not times:
+        raise ValueError(f"no sequence of two events is left ({'; '.join(account)}): this is another file")
+    return Sequences(times, marks, int(number.max()) + 1), "; ".join(account)
+
+
+def _renumbered(number: Array, marks: list[Array]) -> list[Array]:
+    """Each mark under its new number; -1 for one that is not kept."""
+    for k, mark in enumerate(marks):
+        if (mark < 0).any():
             raise ValueError(
-                f"line {number} of {path} is {line[:60]!r}, but a new file name (of up to nine digits) and "
-                "0, 1 or 2 is needed, as in '000001.jpg 0': download the list again"
+                f"sequence {k} has an event without a mark: this is not a file of the JODIE collection"
             )
-        splits[match[1]] = int(match[2])
-    if not splits:
-        raise ValueError(f"{path} lists no images: download it again")
-    num_test = list(splits.values()).count(2)
-    if not 0 < num_test < len(splits):
-        raise ValueError(
-            f"{path} lists {len(splits) - num_test} train and {num_test} test images, but some of each (0 or "
-            "1, and 2) are needed: download the list again, or list more of it"
-        )
-    return splits
+    return [number[mark] for mark in marks]
 
 
-def _text(path: Path) -> str:
-    content = path.read_bytes()
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"line {line} of {path} is no text ({error}): download the list again") from error
-
-
-def _check_jpeg(name: str, content: bytes) -> None:
-    if content[:2] != b"\xff\xd8" or content[-2:] != b"\xff\xd9":
-        raise ValueError(
-            f"{name} is not a whole JPEG file ({len(content):,} bytes): the download or its extraction "
-            f"broke off; {AGAIN}"
-        )
-
-
-def _origin(sources: dict[str, Path], digests: dict[str, str]) -> dict[str, Array]:
-    """What a pack says of where it comes from: a sentence, and the SHA-256 of every source.
-
-    Args:
-        sources: what was read, by the official name of each.
-        digests: of what else was read, by name.
-    """
-    remarks: list[str] = []
-    for official, path in sources.items():
-        if path.is_file():
-            md5, digests[path.name] = _digests(path)
-            if md5 != PUBLISHED[official]:
-                remarks.append(f"the MD5 of {path.name} is {md5}, {DIFFERS}, {PUBLISHED[official]}")
-        else:
-            remarks.append(f"{path.name} is a folder of files, which has no published checksum")
-    names = " and ".join(path.name for path in sources.values())
-    sentence = f"prepared from the official files ({names}, MD5 as published)"
-    if remarks:
-        sentence = f"prepared from {names}: {'; '.join(remarks)}"
-    return {"source": np.array(sentence), "sources": np.array(json.dumps(digests, sort_keys=True))}
-
-
-def _digests(path: Path) -> tuple[str, str]:
-    md5, sha256 = hashlib.md5(usedforsecurity=False), hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            md5.update(block)
-            sha256.update(block)
-    return md5.hexdigest(), sha256.hexdigest()
+def _write(
+    sequences: Sequences, split: Array, unit: str, path: Path, sentence: str, sources: list[Path]
+) -> Path:
+    sequences.events(unit)  # checks all of it before anything is written
+    digests: dict[str, str] = {}
+    for source in sources:
+        with source.open("rb") as file:
+            digests[source.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    arrays: dict[str, Array] = {
+        "times": np.concatenate(sequences.times),
+        "marks": np.concatenate(sequences.marks).astype(np.int32),
+        "offsets": np.cumsum([0, *(len(t) for t in sequences.times)], dtype=np.int64),
+        "split": split.astype(np.int8),
+        "unit": np.array(unit),
+        "num_marks": np.array(sequences.num_marks),
+        "source": np.array(sentence),
+        "sources": np.array(json.dumps(digests, sort_keys=True)),
+    }
+    return write_pack(path, arrays, compress=True)

@@ -1,26 +1,34 @@
-"""Rows of numbers, from a CSV file or arrays: read, checked, parted and kept."""
+"""Rows of numbers, from a CSV file or arrays: read, checked, split and kept."""
 
-import difflib
+import csv
 import json
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
+from constmem.core.checks import known
 from constmem.core.files import read_tensors, write_tensors
-from constmem.data.csv_files import Lines, opened
 
+Lines = Iterator[tuple[int, list[str]]]
 KIND, VERSION = "constmem.table", 1
 LEAST_ROWS, LEAST_GROUPS = 50, 5
 LARGEST = 1e18  # in size: squares of what is larger do not fit into float32
 TOO_LARGE = "numbers beyond 1e18 in size cannot be learned from; use a larger unit or leave the row out"
+NO_NUMBER = (
+    "every value must be a number: count dates in days or seconds from a start, replace words by numbers, or "
+    "leave the row or column out (only groups may be text)"
+)
+MOST_HEADER = 2**20  # letters of a CSV file's first line
+OPEN_ENDED = "comma_separated_list_of_features"  # JODIE's last column: rows may have any number of these
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,30 +57,12 @@ class Table:
     @staticmethod
     def of(x: Any, y: Any, groups: Any = None, *, name: str = "table") -> "Table":
         """A table of arrays: x and y of (rows, columns) or (rows,), groups of numbers or text (rows,)."""
-        sides = []
-        for side, numbers in (("x", x), ("y", y)):
-            here = numbers.detach().cpu() if isinstance(numbers, Tensor) else numbers
-            tensor = torch.as_tensor(here, dtype=torch.float64)
-            tensor = tensor[:, None] if tensor.ndim == 1 else tensor
-            if tensor.ndim != 2:
-                raise ValueError(f"{side} has shape {tuple(tensor.shape)}, but (rows, columns) is needed")
-            bad = (~torch.isfinite(tensor)).nonzero()
-            if len(bad):
-                row, column = bad[0].tolist()
-                raise ValueError(
-                    f"{side}[{row}, {column}] is {tensor[row, column].item()}: every number must be finite; "
-                    "leave such rows out"
-                )
-            far = (tensor.abs() > LARGEST).nonzero()
-            if len(far):
-                row, column = far[0].tolist()
-                raise ValueError(f"{side}[{row}, {column}] is {tensor[row, column].item()}: {TOO_LARGE}")
-            sides.append(tensor)
+        sides = _side("x", x), _side("y", y)
         numbered, order = None, {}
         if groups is not None:
-            told = groups.tolist() if hasattr(groups, "tolist") else list(groups)
-            order = {label: i for i, label in enumerate(sorted(set(told)))}
-            numbered = torch.tensor([order[label] for label in told], dtype=torch.int64)
+            labels = groups.tolist() if hasattr(groups, "tolist") else list(groups)
+            order = {label: i for i, label in enumerate(sorted(set(labels)))}
+            numbered = torch.tensor([order[label] for label in labels], dtype=torch.int64)
         lengths = {"x": len(sides[0]), "y": len(sides[1])}
         lengths |= {} if numbered is None else {"groups": len(numbered)}
         if len(set(lengths.values())) > 1:
@@ -81,17 +71,22 @@ class Table:
 
     @staticmethod
     def read(
-        path: str | os.PathLike[str], *, x: Sequence[str], y: Sequence[str], group: str | None = None
+        path: str | os.PathLike[str],
+        *,
+        x: str | Sequence[str],
+        y: str | Sequence[str],
+        group: str | None = None,
     ) -> "Table":
         """The columns x and y of a CSV file whose first line names them; rows of one group together.
 
         Args:
-            path: the file; of ;, tab and comma, what the first line holds most of parts its columns.
-            x, y: names of the columns with inputs and outputs: numbers all of them.
+            path: the file; of ;, tab and comma, what the first line holds most of separates its columns.
+            x, y: the name, or the names, of the columns with inputs and outputs: numbers all of them.
             group: name of the column that says which rows belong together; any text.
         """
         path = Path(path)
-        with _opened(path) as (names, lines):
+        x, y = ([names] if isinstance(names, str) else list(names) for names in (x, y))
+        with opened(path) as (names, lines):
             wanted = [*x, *y]
             places = [_place(name, names, path) for name in wanted]
             group_place = None if group is None else _place(group, names, path)
@@ -113,7 +108,7 @@ class Table:
     @staticmethod
     def columns(path: str | os.PathLike[str]) -> list[str]:
         """The names of a CSV file's columns: its first line."""
-        with _opened(Path(path)) as (names, _):
+        with opened(Path(path)) as (names, _):
             return names
 
     def __len__(self) -> int:
@@ -167,22 +162,79 @@ class Table:
             raise ValueError(f"{path} is damaged ({error!r}): write the table again") from error
 
 
-def _opened(path: Path) -> AbstractContextManager[tuple[list[str], Lines]]:
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[list[str], Lines]]:
+    """The names of a CSV file's columns, and the numbers and cells of the lines below them.
+
+    Of ;, tab and comma, what the first line holds most of separates the columns.
+    """
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path} to read a table from")
-    return opened(path)
+        raise FileNotFoundError(f"there is no file {path} to read rows from")
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            header = file.readline(MOST_HEADER)
+            if len(header) == MOST_HEADER:
+                raise ValueError(
+                    f"the first line of {path} has {MOST_HEADER:,} letters or more: not a CSV file"
+                )
+            delimiter = max(",;\t", key=header.count)
+            names = [name.strip() for name in next(csv.reader([header], delimiter=delimiter), [])]
+            yield names, _lines(csv.reader(file, delimiter=delimiter), path, names)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is not a CSV file of UTF-8 text ({error})") from error
+
+
+def _lines(reader: Any, path: Path, names: list[str]) -> Lines:
+    for cells in reader:
+        line = reader.line_num + 1  # where the row ends: quoted cells may hold line breaks
+        if not any(cell.strip() for cell in cells):
+            continue
+        if len(cells) != len(names) and names[-1] != OPEN_ENDED:
+            raise ValueError(f"line {line} of {path} has {len(cells)} cells, its header {len(names)}")
+        yield line, cells
+
+
+def _side(side: str, numbers: Any) -> Float64[Tensor, "n c"]:
+    """Numbers of any array, frame or list as (rows, columns), every one of them finite and not too large."""
+    if isinstance(numbers, Tensor):
+        tensor = numbers.detach().cpu().double()
+    else:
+        array = np.asarray(numbers)  # of a data frame, too
+        if array.dtype.kind not in "biuf":
+            array = _converted(side, array)
+        tensor = torch.from_numpy(array.astype(np.float64))
+    tensor = tensor[:, None] if tensor.ndim == 1 else tensor
+    if tensor.ndim != 2:
+        raise ValueError(f"{side} has shape {tuple(tensor.shape)}, but (rows, columns) is needed")
+    for wrong, why in (
+        (~torch.isfinite(tensor), "every number must be finite; leave such rows out"),
+        (tensor.abs() > LARGEST, TOO_LARGE),
+    ):
+        if wrong.any():
+            row, column = wrong.nonzero()[0].tolist()
+            raise ValueError(f"{side}[{row}, {column}] is {tensor[row, column].item()}: {why}")
+    return tensor
+
+
+def _converted(side: str, array: Any) -> Any:
+    """Numbers among other objects; the first that is none is named."""
+    for place in np.ndindex(array.shape):
+        value = array[place]
+        if not isinstance(value, int | float | np.number) or isinstance(value, np.timedelta64):
+            raise ValueError(f"{side}[{', '.join(map(str, place))}] is {str(value)[:60]!r}: {NO_NUMBER}")
+    return array.astype(np.float64)
 
 
 def _place(name: str, names: list[str], path: Path) -> int:
-    if name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"{path} has {names.count(name)} columns {name!r}: give each a name of its own")
-        return names.index(name)
     if not any(names):
         raise ValueError(f"{path} is empty, or its first line is: that line names the columns")
-    near = difflib.get_close_matches(name, names, n=3)
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(names)}"
-    raise ValueError(f"{path} has no column {name!r}: {hint}")
+    try:
+        place = names.index(known("column", name, names))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if names.count(name) > 1:
+        raise ValueError(f"{path} has {names.count(name)} columns {name!r}: give each a name of its own")
+    return place
 
 
 def _number(cell: str, where: str) -> float:
@@ -190,10 +242,7 @@ def _number(cell: str, where: str) -> float:
         number = float(cell)
     except ValueError:
         shown = repr(cell) if cell.strip() else "empty"
-        raise ValueError(
-            f"{where} is {shown}, not a number: correct the cell, leave the row out, or take another column "
-            "(only a group may be text)"
-        ) from None
+        raise ValueError(f"{where} is {shown}, not a number: {NO_NUMBER}") from None
     if not isfinite(number):
         raise ValueError(f"{where} is {cell.strip()}: every number must be finite; leave the row out")
     if abs(number) > LARGEST:
@@ -220,13 +269,13 @@ def _varied(table: Table, names: list[str], path: Path) -> None:
 def _checked(table: Table) -> Table:
     if len(table) < LEAST_ROWS:
         raise ValueError(
-            f"{table.name} has {len(table)} rows, but {LEAST_ROWS} are the fewest that can be parted into "
+            f"{table.name} has {len(table)} rows, but {LEAST_ROWS} are the fewest that can be split into "
             "rows to train, validate and test on"
         )
     if table.groups is not None and table.num_groups < LEAST_GROUPS:
         raise ValueError(
             f"{table.name} has {table.num_groups} groups, but {LEAST_GROUPS} are the fewest that can be "
-            "parted: take a column of more groups, or none"
+            "split: take a column of more groups, or none"
         )
     if table.groups is not None and table.num_groups == len(table):
         raise ValueError(

@@ -6,13 +6,11 @@ from constmem.neural_processes.base import NeuralProcess
 from constmem.neural_processes.bootstrap import BANP, BNP
 from constmem.neural_processes.cmanp import CMANP
 from constmem.neural_processes.cnp import CANP, CNP
-from constmem.neural_processes.eqtnp import EQTNP
 from constmem.neural_processes.latent import ANP, NP
-from constmem.neural_processes.lbanp import LBANP
+from constmem.neural_processes.points import ConditioningError
 from constmem.neural_processes.scales import Scales
 from constmem.neural_processes.stored import StoredPoints
-from constmem.neural_processes.streamed import ConditioningError
-from constmem.neural_processes.tnp import TNPD
+from constmem.neural_processes.transformers import EQTNP, LBANP, TNPD
 
 MODELS: dict[str, type[NeuralProcess[Any, Any]]] = {
     "cnp": CNP,

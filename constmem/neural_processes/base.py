@@ -20,7 +20,10 @@ from constmem.core import checks
 from constmem.core.algebra import EMPTY
 from constmem.core.fold import Chunk
 from constmem.core.monoid import NOTHING
-from constmem.neural_processes.chunks import (
+from constmem.neural_processes.heads import normal
+from constmem.neural_processes.points import (
+    PointModel,
+    S,
     batch_of,
     cleared,
     filled,
@@ -28,10 +31,8 @@ from constmem.neural_processes.chunks import (
     nothing,
     numbered,
     slices,
+    streamed,
 )
-from constmem.neural_processes.heads import normal
-from constmem.neural_processes.model import PointModel, S
-from constmem.neural_processes.streamed import streamed
 
 M = TypeVar("M", bound=Tensor | tuple[Any, ...], default=Tensor)
 
@@ -174,6 +175,10 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
             checks.positive("chunk", chunk)
         self._require_own(state)
         self._check(x, y, mask, values=False)
+        if x.shape[0] != (batch := state.batch):
+            raise ValueError(
+                f"x is a batch of {x.shape[0]}, but the state one of {batch}: they must be the same"
+            )
         state = self._extended(state, x, y, mask, chunk)
         if state.fingerprint == NOTHING:  # there was nothing before: these weights have made all of it
             state = self._signed(state)

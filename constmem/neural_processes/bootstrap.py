@@ -10,17 +10,16 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from constmem.core.algebra import bias_of
+from constmem.core.algebra import accumulator, bias_of
 from constmem.core.checks import positive
 from constmem.core.fold import Chunk, joined
 from constmem.core.layers import keep_variance
 from constmem.core.memory import Needs
 from constmem.neural_processes.base import M
-from constmem.neural_processes.chunks import mean_of_real
 from constmem.neural_processes.encoders import (
     Attended,
     AttentiveEncoder,
@@ -31,7 +30,7 @@ from constmem.neural_processes.encoders import (
     pool,
 )
 from constmem.neural_processes.heads import AnyStd, SampleMixture, logmeanexp, normal
-from constmem.neural_processes.resampling import drawn, ordered, picked, repeated
+from constmem.neural_processes.points import mean_of_real
 from constmem.neural_processes.stored import StoredPoints, StoringProcess
 
 
@@ -45,17 +44,9 @@ class BootstrapProcess(StoringProcess[M]):
     decoder: PointDecoder
 
     def __init__(
-        self,
-        *,
-        dim_x: int,
-        dim_y: int,
-        dim: int,
-        num_samples: int,
-        num_train_samples: int,
-        seed: int,
-        config: dict[str, Any],
+        self, *, dim_x: int, dim_y: int, dim: int, num_samples: int, num_train_samples: int, seed: int
     ) -> None:
-        super().__init__(dim_x=dim_x, dim_y=dim_y, config=config)
+        super().__init__(dim_x=dim_x, dim_y=dim_y)
         positive("num_samples", num_samples)
         positive("num_train_samples", num_train_samples)
         self.num_samples, self.num_train_samples, self.seed = num_samples, num_train_samples, seed
@@ -131,8 +122,7 @@ class BootstrapProcess(StoringProcess[M]):
         mean, std = self.decoder(x[:, None], *seen)
         residuals = picked((y[:, None] - mean) / std, draws[1])
         centre, _ = pool(residuals, bias_of(masks, None, torch.float32))
-        rebuilt: Tensor = mean + std * (residuals - centre[..., None, :])
-        return rebuilt
+        return mean + std * (residuals - centre[..., None, :])  # type: ignore[no-any-return]
 
     def _decode_versions(
         self, memory: M, xt: Float[Tensor, "b m x"]
@@ -186,9 +176,8 @@ class BNP(BootstrapProcess[Tensor]):
         num_train_samples: int = 4,
         seed: int = 0,
     ) -> None:
-        config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         own = {"num_samples": num_samples, "num_train_samples": num_train_samples, "seed": seed}
-        super().__init__(dim_x=dim_x, dim_y=dim_y, dim=dim, config=config, **own)
+        super().__init__(dim_x=dim_x, dim_y=dim_y, dim=dim, **own)
         depths = {"pre_depth": pre_depth, "post_depth": post_depth}
         self.encoder = PoolingPair(dim_x=dim_x, dim_y=dim_y, dim=dim, outs=(dim, dim), **depths)
         self.decoder = PointDecoder(
@@ -206,11 +195,7 @@ class BNP(BootstrapProcess[Tensor]):
     def _encode(self, x: Tensor, y: Tensor, mask: Tensor | None) -> Float[Tensor, "*b r"]:
         return self.encoder(paired(x, y), mask)  # type: ignore[no-any-return]
 
-    def _represent(
-        self,
-        memory: Float[Tensor, "*b r"],
-        xt: Tensor,  # noqa: ARG002
-    ) -> tuple[Float[Tensor, "*b 1 r"]]:
+    def _represent(self, memory: Tensor, xt: Tensor) -> tuple[Float[Tensor, "*b 1 r"]]:  # noqa: ARG002
         return (memory[..., None, :],)
 
 
@@ -257,19 +242,12 @@ class BANP(BootstrapProcess[Attended]):
         num_train_samples: int = 4,
         seed: int = 0,
     ) -> None:
-        config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         own = {"num_samples": num_samples, "num_train_samples": num_train_samples, "seed": seed}
-        super().__init__(dim_x=dim_x, dim_y=dim_y, dim=dim, config=config, **own)
+        super().__init__(dim_x=dim_x, dim_y=dim_y, dim=dim, **own)
         self.encoder = AttentiveEncoder(
-            dim_x=dim_x,
-            dim_y=dim_y,
-            dim=dim,
-            out=dim,
-            pre_depth=pre_depth,
-            post_depth=post_depth,
-            num_heads=num_heads,
-            value_relu=value_relu,
-        )
+            dim_x=dim_x, dim_y=dim_y, dim=dim, out=dim, pre_depth=pre_depth, post_depth=post_depth,
+            num_heads=num_heads, value_relu=value_relu,
+        )  # fmt: skip
         self.decoder = PointDecoder(
             dim_x=dim_x, dim_in=2 * dim, dim=dim, dim_y=dim_y, depth=decoder_depth, std=std
         )
@@ -283,5 +261,40 @@ class BANP(BootstrapProcess[Attended]):
         return self.encoder.encode(x, y, mask)
 
     def _represent(self, memory: Attended, xt: Tensor) -> tuple[Tensor, Tensor]:
-        attended, pooled = self.encoder(memory, xt)
-        return attended, pooled
+        return self.encoder(memory, xt)  # type: ignore[no-any-return]
+
+
+def ordered(x: Tensor, y: Tensor, mask: Tensor | None) -> Chunk:
+    """The points in an order that depends on what they are, not on how they came; real ones first."""
+    points = torch.cat([x, y], -1).to(accumulator(x.device))
+    weights = torch.arange(2, points.shape[-1] + 2, dtype=points.dtype, device=points.device).sqrt()
+    key = (points * weights).sum(-1)  # no two different points in practice have the same
+    if mask is not None:
+        key = key.masked_fill(~mask, float("inf"))
+    order = key.argsort(dim=-1, stable=True)
+    x, y = (t.gather(1, order[..., None].expand_as(t)) for t in (x, y))
+    return x, y, None if mask is None else mask.gather(1, order)
+
+
+def drawn(
+    uniforms: Float[Tensor, "2 #b k n"], x: Float[Tensor, "b n x"], mask: Tensor | None
+) -> Int[Tensor, "2 b k n"]:
+    """Indices of points drawn with replacement from the real ones, wherever those are."""
+    b, n = x.shape[:2]
+    if mask is None:
+        return (uniforms * n).long().clamp_max(n - 1).expand(2, b, -1, -1)
+    count = mask.sum(-1)[:, None, None]
+    which = torch.minimum((uniforms * count).long(), count - 1).clamp_min(0)
+    numbers = torch.arange(1, n + 1, device=x.device).expand(b, n).contiguous()
+    place = torch.searchsorted(mask.cumsum(-1), numbers) % max(n, 1)  # of the first real point, the second...
+    return place[None, :, None].expand_as(which).gather(-1, which)
+
+
+def picked(points: Float[Tensor, "b k n p"], draws: Int[Tensor, "b k n"]) -> Float[Tensor, "b k n p"]:
+    """The points that were drawn, of each version."""
+    return points.gather(2, draws[..., None].expand(-1, -1, -1, points.shape[-1]))
+
+
+def repeated(points: Tensor, k: int) -> Tensor:
+    """The same points for each of k versions, without a copy."""
+    return points[:, None].expand(points.shape[0], k, *points.shape[1:])

@@ -14,8 +14,7 @@ from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
 from constmem.kernels import Graphs
 from constmem.neural_processes.base import NeuralProcess
-from constmem.neural_processes.heads import Gaussian, Std
-from constmem.neural_processes.levels import decode_levels
+from constmem.neural_processes.heads import Gaussian, Std, decode_levels
 
 
 class CMANP(NeuralProcess):
@@ -63,8 +62,7 @@ class CMANP(NeuralProcess):
         residual: Residual = "normed",
         std: Std = "bounded",
     ) -> None:
-        config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
-        super().__init__(dim_x=dim_x, dim_y=dim_y, config=config)
+        super().__init__(dim_x=dim_x, dim_y=dim_y)
         checks.positive("num_latents", num_latents)
         self.embed = MLP(dim_in=dim_x + dim_y, dim_hidden=dim, dim_out=dim, depth=embed_depth)
         self.embed_target = MLP(dim_in=dim_x, dim_hidden=dim, dim_out=dim, depth=embed_depth)

@@ -52,8 +52,7 @@ class CNP(NeuralProcess[AttentionState, Tensor]):
         decoder_depth: int = 3,
         std: AnyStd = "coarse",
     ) -> None:
-        config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
-        super().__init__(dim_x=dim_x, dim_y=dim_y, config=config)
+        super().__init__(dim_x=dim_x, dim_y=dim_y)
         self.encoder = PoolingPair(
             dim_x=dim_x, dim_y=dim_y, dim=dim, outs=(dim, dim), pre_depth=pre_depth, post_depth=post_depth
         )
@@ -129,8 +128,7 @@ class CANP(StoringProcess[Attended]):
         std: AnyStd = "coarse",
         value_relu: bool = False,
     ) -> None:
-        config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
-        super().__init__(dim_x=dim_x, dim_y=dim_y, config=config)
+        super().__init__(dim_x=dim_x, dim_y=dim_y)
         self.encoder = AttentiveEncoder(
             dim_x=dim_x,
             dim_y=dim_y,

@@ -1,11 +1,12 @@
-"""From tokens to distributions: the last step of every model."""
+"""From tokens to distributions: decoders that read a context level by level, and the last step of models."""
 
+from collections.abc import Iterable
 from math import log
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.distributions import Distribution, Normal, constraints
 
@@ -108,3 +109,23 @@ class SampleMixture(Distribution):
 def logmeanexp(numbers: Float[Tensor, "*b k"]) -> Float[Tensor, "*b"]:
     """log of the mean of exponentials over the last axis."""
     return numbers.logsumexp(-1) - log(numbers.shape[-1])
+
+
+class Levels(NamedTuple):
+    """Tokens of a ragged context at every level of a model, and which of them are real (None: all)."""
+
+    tokens: tuple[Float[Tensor, "b n d"], ...]
+    mask: Bool[Tensor, "b n"] | None
+
+
+def decode_levels(
+    tokens: Float[Tensor, "b m d"],
+    levels: Iterable[Float[Tensor, "b n d"]],
+    cross: nn.ModuleList,
+    feed: nn.ModuleList,
+    mask: Bool[Tensor, "b n"] | None = None,
+) -> Float[Tensor, "b m d"]:
+    """The targets' tokens after attending to all levels; they never see each other."""
+    for level, attend, forward in zip(levels, cross, feed, strict=True):
+        tokens = forward(attend(tokens, level, mask))
+    return tokens

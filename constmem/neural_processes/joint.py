@@ -17,7 +17,7 @@ from torch.distributions import Distribution
 from constmem.core import checks
 from constmem.neural_processes.base import NeuralProcess
 from constmem.neural_processes.heads import SampleMixture, logmeanexp
-from constmem.neural_processes.model import S
+from constmem.neural_processes.points import S
 
 
 @torch.no_grad()

@@ -21,10 +21,9 @@ from constmem.core.fold import Chunk, joined
 from constmem.core.memory import Needs
 from constmem.core.state import AttentionState
 from constmem.neural_processes.base import NeuralProcess
-from constmem.neural_processes.chunks import slices
 from constmem.neural_processes.encoders import AttentiveEncoder, Keyed, PointDecoder, PoolingPair
 from constmem.neural_processes.heads import AnyStd, SampleMixture, logmeanexp, normal
-from constmem.neural_processes.model import S
+from constmem.neural_processes.points import S, slices
 from constmem.neural_processes.stored import StoredPoints, StoringProcess
 
 
@@ -53,9 +52,8 @@ class LatentProcess(NeuralProcess[S, Sampled]):
         num_samples: int,
         num_train_samples: int,
         seed: int,
-        config: dict[str, Any],
     ) -> None:
-        super().__init__(dim_x=dim_x, dim_y=dim_y, config=config)
+        super().__init__(dim_x=dim_x, dim_y=dim_y)
         positive("num_samples", num_samples)
         positive("num_train_samples", num_train_samples)
         self.num_train_samples = num_train_samples
@@ -163,7 +161,6 @@ class NP(LatentProcess[AttentionState]):
         num_train_samples: int = 4,
         seed: int = 0,
     ) -> None:
-        config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__(
             dim_x=dim_x,
             dim_y=dim_y,
@@ -171,7 +168,6 @@ class NP(LatentProcess[AttentionState]):
             num_samples=num_samples,
             num_train_samples=num_train_samples,
             seed=seed,
-            config=config,
         )
         outs = dim, 2 * dim_latent
         self.encoder = PoolingPair(
@@ -251,7 +247,6 @@ class ANP(LatentProcess[StoredPoints], StoringProcess[Sampled]):
         num_train_samples: int = 4,
         seed: int = 0,
     ) -> None:
-        config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__(
             dim_x=dim_x,
             dim_y=dim_y,
@@ -259,7 +254,6 @@ class ANP(LatentProcess[StoredPoints], StoringProcess[Sampled]):
             num_samples=num_samples,
             num_train_samples=num_train_samples,
             seed=seed,
-            config=config,
         )
         self.encoder = AttentiveEncoder(
             dim_x=dim_x,

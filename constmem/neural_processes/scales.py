@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from constmem.core.algebra import accumulator
 from constmem.core.fold import Chunk
-from constmem.neural_processes.chunks import cleared
 
 PARTS = ("x_mean", "x_std", "y_mean", "y_std")
 
@@ -74,9 +73,9 @@ class Scales(nn.Module):
         return self.x_mean.shape[0], self.y_mean.shape[0]
 
     def forward(self, chunk: Chunk) -> Chunk:
-        """Points in the model's own units; zeros where the mask leaves them out."""
+        """Points in the model's own units."""
         x, y, mask = chunk
-        return cleared(self.inputs(x), ((y - self.y_mean) / self.y_std).to(y.dtype), mask)
+        return self.inputs(x), ((y - self.y_mean) / self.y_std).to(y.dtype), mask
 
     def inputs(self, x: Float[Tensor, "*b x"]) -> Float[Tensor, "*b x"]:
         """Inputs in the model's own units."""

@@ -10,16 +10,15 @@ from functools import partial
 from typing import Generic
 
 import torch
-from jaxtyping import Bool, Float, Real
+from jaxtyping import Bool, Float, Float64, Real
 from torch import Tensor
 from typing_extensions import TypeVar
 
 from constmem.core import checks
 from constmem.point_processes.chunks import Chunk, Walk, pieces, streamed, walk
 from constmem.point_processes.events import EventLogProb, Events
-from constmem.point_processes.heads import MarkEmbedding
 from constmem.point_processes.model import EventModel, Prediction, sample
-from constmem.point_processes.padding import Given, moments
+from constmem.point_processes.padding import NOTHING, Given, moments
 from constmem.point_processes.states import EventState
 
 S = TypeVar("S", bound=EventState, default=EventState)
@@ -66,13 +65,8 @@ class PointProcess(EventModel, Generic[S]):
         """
         begun = moments("start", start).to(self.device)
         last = begun if last_time is None else moments("last_time", last_time).to(self.device)
-        zero = torch.zeros_like(begun, dtype=torch.int64)
-        nothing = torch.full_like(zero, MarkEmbedding.NOTHING)
-        memory = self._blank(len(begun))
-        state: S = self.state_type(  # type: ignore[assignment]
-            begun, last.expand_as(begun).clone(), torch.zeros_like(begun), nothing, zero, memory
-        )
-        return self._signed(state)
+        state: S = self._signed(self._nothing(begun, last.expand_as(begun)))
+        return state
 
     def observe(self, events: Events, *, start: Moments | None = None, chunk: int = 4096) -> S:
         """The state of exactly these events: states of consecutive parts of a stream `merge`.
@@ -102,7 +96,8 @@ class PointProcess(EventModel, Generic[S]):
         state = self._begin(events, initial)
         for part in pieces(events, state.last_time, chunk):
             state = state.moved(part, self._observe(state, part))
-        return self._signed(state)
+        signed: S = self._signed(state)
+        return signed
 
     def update(
         self,
@@ -126,7 +121,8 @@ class PointProcess(EventModel, Generic[S]):
                 self._look_at(part.gaps)
             state = state.moved(part, self._observe(state, part))
         self._require_near(state.start, state.last_time)
-        return self._signed(state)
+        signed: S = state if state.fingerprint else self._signed(state)  # by weights that are known already
+        return signed
 
     def query(self, state: S) -> Prediction:
         """The next event of each stream."""
@@ -138,7 +134,8 @@ class PointProcess(EventModel, Generic[S]):
         state = self._begin(events, initial)
         features, befores = [], []
         for part in pieces(events, state.last_time, chunk or self._stride(events)):
-            known, state = self._before(state, part, self._few(part.real))
+            known, memory = self._scan(state, part, self._few(part.real))
+            state = state.moved(part, memory)
             features.append(known)
             befores.append(part.times - part.gaps)
         if not features:
@@ -210,17 +207,20 @@ class PointProcess(EventModel, Generic[S]):
 
     # Inside
 
+    def _nothing(self, start: Float64[Tensor, " b"], last_time: Float64[Tensor, " b"]) -> S:
+        """The state of having seen nothing, which nobody has signed."""
+        zero = torch.zeros_like(start, dtype=torch.int64)
+        mark, memory = torch.full_like(zero, NOTHING), self._blank(len(start))
+        return self.state_type(  # type: ignore[return-value]
+            start.clone(), last_time.clone(), torch.zeros_like(start), mark, zero, memory
+        )
+
     def _prediction(self, features: Tensor, last_time: Tensor) -> Prediction:
         return Prediction(self._gap(features), last_time, features, self.mark_head, self.scale)
 
     def _few(self, wanted: Tensor) -> Tensor | None:
         """The places to read, or None for all: a GPU reads all sooner than it counts those wanted."""
         return wanted if wanted.device.type == "cpu" else None
-
-    def _before(self, state: S, chunk: Chunk, wanted: Tensor | None) -> tuple[Tensor, S]:
-        """What is known before each event of a chunk, and the state after it."""
-        features, memory = self._scan(state, chunk, wanted)
-        return features, state.moved(chunk, memory)
 
     def _log_prob(
         self,
@@ -246,14 +246,14 @@ class PointProcess(EventModel, Generic[S]):
         self, state: S, chunk: Chunk, wanted: Tensor, *, some: bool = False
     ) -> tuple[Tensor, Tensor, S]:
         """Log-probabilities of the gaps and marks of a chunk where wanted, and the state after it."""
-        features, state = self._before(state, chunk, wanted if some else self._few(wanted))
-        features = self.dropout(features)
+        known_before, memory = self._scan(state, chunk, wanted if some else self._few(wanted))
+        features = self.dropout(known_before)
         known = wanted & (chunk.marks >= 0)
         gaps = chunk.gaps.clamp_min(self.tick)
         time = torch.where(wanted, self._gap(features).log_prob(gaps), 0.0)
         logits = self.mark_head(features, self.scale.standard(chunk.gaps))
         mark = logits.gather(-1, chunk.marks.clamp_min(0)[..., None]).squeeze(-1)
-        return time, torch.where(known, mark, 0.0), state
+        return time, torch.where(known, mark, 0.0), state.moved(chunk, memory)
 
     def _survival(self, state: S, events: Events) -> Tensor | None:
         """The log-probability of nothing from the last event to the end of the watch."""
@@ -273,7 +273,7 @@ class PointProcess(EventModel, Generic[S]):
         self._require_fitting(events)
         if initial is None:
             self._require_near(events.t_start, events.times)
-            return self.empty(events.t_start)
+            return self._nothing(events.t_start, events.t_start)
         self._require_own(initial)
         if initial.batch != len(events):
             raise ValueError(f"the state is of {initial.batch} streams, the events of {len(events)}")

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from constmem import neural_processes, point_processes
 from constmem.core import checks
+from constmem.core.checks import known
 from constmem.core.memory import Peak
 from constmem.core.model import Model
-from constmem.core.names import known
 from constmem.data import EventLog, Table
 from constmem.neural_processes import Scales
-from constmem.neural_processes.model import PointModel
+from constmem.neural_processes.points import PointModel
 from constmem.training import capture, checkpoint
 from constmem.training import folder as run_folder
 from constmem.training.keeping import Keeper, Losses, StoppedError

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from constmem.core.names import known
+from constmem.core.checks import known
 from constmem.training.variants import PAPER_CMHP, settings_of
 
 Precision = Literal["float32", "tf32", "bf16"]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
-from constmem.core.names import known
+from constmem.core.checks import known
 
 PLAIN_CMHP: dict[str, Any] = {  # the options as in the paper, which has none of the others
     "absolute_time": True, "last_events": 0, "recency": False, "mass": False, "relative_time": False,

@@ -133,7 +133,7 @@ class Constant(StoringProcess[Tensor]):
     name = "constant"
 
     def __init__(self) -> None:
-        super().__init__(dim_x=1, dim_y=1, config={})
+        super().__init__(dim_x=1, dim_y=1)
         self.double().eval()
 
     def read(self, state: StoredPoints) -> Tensor:

@@ -138,9 +138,7 @@ def test_weights_of_another_model_are_told_in_a_few_words(folder: Path) -> None:
     other = NeuralProcess.from_pretrained(folder).family()["canp"](dim_x=2, dim_y=1)
     other.save_pretrained(folder.parent / "other")
     shutil.copy(folder.parent / "other" / "model.safetensors", folder)
-    with pytest.raises(
-        ValueError, match=r"do not fit its config\.json, so one of both is of another"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"config\.json .*, so one of both .* is of another model") as caught:
         NeuralProcess.from_pretrained(folder)
     assert len(str(caught.value)) < 600
 

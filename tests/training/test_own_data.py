@@ -174,7 +174,7 @@ def test_a_task_is_of_one_group_and_its_targets_are_not_in_its_context(
     grouped: bool, many: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if many:  # as if the groups were too long to be shuffled as a whole
-        monkeypatch.setattr("constmem.data.rows.STRETCH", 1)
+        monkeypatch.setattr("constmem.data.tasks.STRETCH", 1)
     groups = [min(i // 9, 6) for i in range(90)]  # six of nine rows and one of the rest
     table = Table.of(range(90), [1000 + i for i in range(90)], groups if grouped else None)
     tasks = TableTasks(table, device=CPU, max_context=20, num_targets=15)

@@ -68,7 +68,7 @@ def test_marks_of_any_text_are_numbered_in_their_order_and_keep_their_names(
     assert log.events.marks[0].tolist() == [2, 1, 0, 2, 1, 0]
     assert log.events.times[3].tolist() == [r[2] for r in rows() if r[0] == "c3"]
     assert log.events.unit == "minute"
-    assert "12 sequences, 72 events of 3 kinds, in minutes, parted by sequences" in log.statement
+    assert "12 sequences, 72 events of 3 kinds, in minutes, split by sequences" in log.statement
 
 
 def test_numbers_as_marks_are_ordered_by_size_and_an_empty_mark_is_unknown(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: int, cells: list[str], messag
         ({"user": "customer", "mark": "what"}, r"no column of the time .* --time NAME$"),
         (COLUMNS | {"user": "-"}, "earlier than the row before it"),
         (COLUMNS | {"end": "3"}, "--end of .* is 3, but there are events up to"),
-        (COLUMNS | {"by": "tiem"}, "no way to part events 'tiem': did you mean 'time'"),
+        (COLUMNS | {"by": "tiem"}, "no way to split events 'tiem': did you mean 'time'"),
     ],
 )
 def test_what_does_not_fit_a_file_is_told(file: Path, options: dict[str, str], message: str) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from constmem.data import GaussianProcess, Task, draw_gp, gp_evaluation_tasks, gp_tasks, static_gp_tasks
-from tests.data.test_data import same, seeded
+from tests.data.test_task import same, seeded
 
 KERNELS = ("rbf", "matern", "periodic")
 

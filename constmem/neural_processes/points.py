@@ -1,11 +1,12 @@
-"""What any neural process is before it sees data: channels, units, costs, and which states are its own."""
+"""What any neural process is before it sees data: channels, units, costs, its states; points in chunks."""
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import TypeVar
 
@@ -14,11 +15,109 @@ from constmem.core.fold import Chunk
 from constmem.core.model import Model
 from constmem.core.monoid import Monoid
 from constmem.core.state import AttentionState
-from constmem.neural_processes.chunks import slices
 from constmem.neural_processes.scales import Scales
 
 S = TypeVar("S", bound=Monoid, default=AttentionState)
 _UNITS = "scales."
+
+
+def cleared(x: Tensor, y: Tensor, mask: Tensor | None) -> Chunk:
+    """Put zeros where the mask leaves points out, so that whatever stood there cannot leak."""
+    if mask is None:
+        return x, y, None
+    keep = mask[..., None]
+    return torch.where(keep, x, 0.0), torch.where(keep, y, 0.0), mask
+
+
+def slices(x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> Iterator[Chunk]:
+    """Cut points into chunks (one of nothing, where there are none), each cleared."""
+    if x.shape[1] <= chunk:
+        yield cleared(x, y, mask)
+        return
+    for i in range(0, x.shape[1], chunk):
+        here = slice(i, i + chunk)
+        yield cleared(x[:, here], y[:, here], None if mask is None else mask[:, here])
+
+
+def numbered(
+    chunks: Iterable[tuple[Tensor, ...]], check: Callable[[Tensor, Tensor, Tensor | None], None]
+) -> Iterator[Chunk]:
+    """The user's own chunks as they come, each checked and cleared; errors say which one is meant."""
+    for number, chunk in enumerate(chunks):
+        if not isinstance(chunk, tuple | list) or len(chunk) not in (2, 3):
+            raise TypeError(f"chunk {number} is not a pair (x, y) or triple (x, y, mask) of tensors")
+        x, y, mask = chunk[0], chunk[1], chunk[2] if len(chunk) == 3 else None
+        try:
+            check(x, y, mask)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"chunk {number}: {error}") from error
+        yield cleared(x, y, mask)
+
+
+def mean_of_real(numbers: Float[Tensor, "b n"], mask: Tensor | None) -> Float[Tensor, ""]:
+    """The mean over all points of the batch that are not masked out."""
+    if mask is None:
+        return numbers.sum() / max(numbers.numel(), 1)
+    return torch.where(mask, numbers, 0.0).sum() / mask.sum().clamp_min(1)
+
+
+def filled(parts: Iterator[tuple[Tensor, Tensor]], m: int) -> tuple[Tensor, Tensor]:
+    """The parts as one; without gradients they are written into place as they come, and held once."""
+    if torch.is_grad_enabled():
+        means, stds = zip(*parts, strict=True)
+        return torch.cat(means, 1), torch.cat(stds, 1)
+    mean = std = torch.empty(0)
+    start = 0
+    for part_mean, part_std in parts:
+        if start == 0:
+            b, _, *rest = part_mean.shape
+            mean, std = part_mean.new_empty(b, m, *rest), part_std.new_empty(b, m, *rest)
+        stop = start + part_mean.shape[1]
+        mean[:, start:stop], std[:, start:stop] = part_mean, part_std
+        start = stop
+    return mean, std
+
+
+def batch_of(memory: Tensor | tuple[Any, ...]) -> int:
+    """The batch of what `read` gave: its first tensor's."""
+    while not isinstance(memory, Tensor):
+        memory = memory[0]
+    return memory.shape[0]
+
+
+def nothing() -> ValueError:
+    """The error of a stream that had no chunk."""
+    return ValueError(
+        "the iterable yielded no chunk: if there is really no data, use model.empty(batch), "
+        "which predicts the prior; an exhausted iterator cannot be used twice"
+    )
+
+
+class ConditioningError(RuntimeError):
+    """Conditioning on a stream of chunks broke off; `state` holds all that came before."""
+
+    def __init__(self, message: str, state: Monoid) -> None:
+        super().__init__(message)
+        self.state = state
+
+
+def streamed(parts: Iterable[S], initial: S | None) -> S:
+    """The merge of `initial` and of all parts, each forgotten once it is merged."""
+    state = initial
+    try:
+        for part in parts:
+            state = part if state is None else state.merge(part)
+    except Exception as error:
+        if state is None:
+            raise
+        raise ConditioningError(
+            f"conditioning broke off after {state.count.tolist()} points: {error}; "
+            "what was seen so far is this error's .state, to go on from with initial=",
+            state,
+        ) from error
+    if state is None:
+        raise nothing()
+    return state
 
 
 class PointModel(Model, Generic[S]):
@@ -26,8 +125,8 @@ class PointModel(Model, Generic[S]):
 
     state_type: ClassVar[type[Monoid]] = AttentionState
 
-    def __init__(self, *, dim_x: int, dim_y: int, config: dict[str, Any]) -> None:
-        super().__init__(config=config)
+    def __init__(self, *, dim_x: int, dim_y: int) -> None:
+        super().__init__()
         checks.positive("dim_x", dim_x)
         checks.positive("dim_y", dim_y)
         self.dim_x, self.dim_y, self._calls = dim_x, dim_y, 0
@@ -106,7 +205,7 @@ class PointModel(Model, Generic[S]):
 
     def _scaled(self, chunk: Chunk) -> Chunk:
         """Points in the model's own units."""
-        return chunk if self.scales is None else self.scales(chunk)
+        return chunk if self.scales is None else cleared(*self.scales(chunk))
 
     def _slices(self, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> Iterator[Chunk]:
         """Points in chunks and in the model's own units."""
