@@ -17,7 +17,7 @@ from constmem.training.recipes import EVENTS, changed, recipe
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-ABSENT = [] if importlib.util.find_spec("triton") else ["constmem.kernels.triton"]
+ABSENT = [] if importlib.util.find_spec("triton") else ["constmem.kernels.triton_observe"]
 FOUND = (module.name for module in pkgutil.walk_packages(constmem.__path__, "constmem."))
 MODULES = sorted(["constmem", *(name for name in FOUND if name not in ABSENT)])
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
