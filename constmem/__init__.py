@@ -3,13 +3,16 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from constmem.core.block import CMAB, CMABStack
+    from constmem.core.forgetting import Decay, Window
     from constmem.core.state import AttentionState
     from constmem.neural_processes import CMANP, ConditioningError, NeuralProcess, Scales
     from constmem.point_processes import CMHP, PointProcess
     from constmem.point_processes.events import Events
-    from constmem.stream import Decay, Stream, Window
+    from constmem.stream import Stream
 
 __all__ = [
     "CMAB",
@@ -33,7 +36,8 @@ _HOMES = {
     "neural_processes": ("CMANP", "ConditioningError", "NeuralProcess", "Scales"),
     "point_processes": ("CMHP", "PointProcess"),
     "core.state": ("AttentionState",),
-    "stream": ("Decay", "Stream", "Window"),
+    "core.forgetting": ("Decay", "Window"),
+    "stream": ("Stream",),
 }
 
 

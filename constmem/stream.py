@@ -2,81 +2,56 @@
 
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from functools import reduce
-from math import ceil, log
-from typing import Any
+from threading import Lock
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
-from torch.distributions import Distribution
 
 from constmem.core import checks
 from constmem.core.files import read_tensors, write_tensors
-from constmem.core.monoid import Monoid
+from constmem.core.forgetting import Decay, Window, require_possible, restored, written
+from constmem.core.identity import Snapshot
 from constmem.neural_processes import NeuralProcess
+from constmem.point_processes import PointProcess
 
 KIND, VERSION = "constmem.stream", 2
+AnyModel = NeuralProcess[Any, Any] | PointProcess[Any]
 
 
-@dataclass(frozen=True)
-class Decay:
-    """Forget exponentially: a point's weight halves with every `half_life` points after it."""
+class _Held(NamedTuple):
+    """What a stream remembers at one moment: never changed, only replaced."""
 
-    half_life: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.half_life < float("inf"):
-            raise ValueError(f"half_life must be a positive number of points, not {self.half_life}")
-
-    @property
-    def rate(self) -> float:
-        """The logarithm of the weight lost with each point."""
-        return log(2) / self.half_life
+    parts: tuple[Any, ...]  # oldest first; several only for a Window, none of events before the first
+    filled: int = 0  # points in the newest bucket
 
 
-@dataclass(frozen=True)
-class Window:
-    """Remember at least the last `points` points, and at most one bucket (points / buckets) more.
+class _Reading(NamedTuple):
+    """What predictions need of what was held, and the weights that read it."""
 
-    Each bucket is a state of its own, so memory is `buckets` + 1 states whatever has passed.
-    """
-
-    points: int
-    buckets: int = 8
-
-    def __post_init__(self) -> None:
-        checks.positive("points", self.points)
-        checks.positive("buckets", self.buckets)
-        if self.buckets > self.points:
-            raise ValueError(
-                f"{self.buckets} buckets cannot share {self.points} points: take no more buckets "
-                f"than points, for instance Window(points={self.points}, buckets={self.points})"
-            )
-
-    @property
-    def bucket(self) -> int:
-        """Points a bucket holds."""
-        return ceil(self.points / self.buckets)
-
-    def kept(self, newest: int) -> int:
-        """How many full buckets it takes to hold the points, with so many in the newest."""
-        return max(ceil((self.points - newest) / self.bucket), 0)
+    held: _Held
+    weights: Snapshot
+    memory: Any
 
 
 class Stream:
-    """A model that is shown points as they come and asked for predictions in between.
+    """A model that is shown points (or events) as they come and asked for predictions in between.
 
-    Nothing is kept but the state; reading it, the costly half of a query, waits until somebody asks
-    and is remembered until the next observation. No gradients are recorded. A model whose state is the
-    stored points streams too: what it holds grows with all it is shown, unless a window slides over it.
+    Nothing is kept but the state; reading it, the costly half of a query, waits until somebody asks and is
+    remembered until the next observation or change of weights. No gradients are recorded. What a model that
+    stores its points holds grows with all it is shown, unless a window slides over it.
+
+    Any number of threads may use one stream. Writers take turns, so that no point is lost; what is held is
+    replaced in one step, so that `predict`, `state`, `count`, `save` and `fork` see all of an `observe` or
+    nothing of it, and all of it once that has returned.
 
     Args:
-        model: a trained model.
+        model: a trained model, of points or of events.
         batch: how many independent streams run side by side.
         forget: None, `Decay(half_life)` or `Window(points, buckets)`; masked points count as steps.
+        start: when the watch over events began, one time or one for each stream; None: with the first event.
 
     Example:
         >>> from constmem import CMANP
@@ -85,107 +60,100 @@ class Stream:
         >>> before = stream.nbytes
         >>> for _ in range(100):
         ...     stream.observe(torch.rand(1, 1, 1), torch.rand(1, 1, 1))
+        >>> stream.observe([0.1, 0.2], [3.0, 4.0])  # two points more, of the one stream
         >>> stream.count.item(), stream.nbytes == before
-        (100, True)
+        (102, True)
         >>> stream.predict(torch.rand(1, 5, 1)).mean.shape
         torch.Size([1, 5, 1])
     """
 
     def __init__(
-        self, model: NeuralProcess[Any, Any], *, batch: int = 1, forget: Decay | Window | None = None
+        self, model: AnyModel, *, batch: int = 1, forget: Decay | Window | None = None, start: Any = None
     ) -> None:
         checks.positive("batch", batch)
-        if not isinstance(model, NeuralProcess) or not isinstance(forget, Decay | Window | None):
-            given = f"a {type(model).__name__} and forget={forget!r}"
-            raise TypeError(
-                f"a stream is of a neural process and forget=None, Window(points=...) or "
-                f"Decay(half_life=...), not {given}"
-            )
-        if isinstance(forget, Decay) and not model.state_type.WEIGHTED:
-            raise ValueError(
-                f"{type(model).__name__} cannot forget by {forget}: it stores its points, and all count "
-                "alike; use forget=Window(points=...), or a model of constant memory"
-            )
-        self.model, self.forget = model, forget
-        self._parts: list[Monoid] = [model.empty(batch)]  # oldest first; several only for a Window
-        self._filled = 0  # points in the newest bucket
-        self._memory: Any = None  # what the model's `read` gave
+        if not isinstance(model, NeuralProcess | PointProcess):
+            raise TypeError(f"a stream is of a neural or a point process, not of a {type(model).__name__}")
+        require_possible(forget, type(model).__name__, model.state_type)
+        self.model, self.forget, self.batch = model, forget, batch
+        if isinstance(model, NeuralProcess):
+            self._held = _Held((model.empty(batch),))
+        else:
+            self._held = _Held(() if start is None else (self._begun(start),))
+        self._reading: _Reading | None = None
+        self._writing = Lock()
 
-    def observe(
-        self,
-        x: Float[Tensor, "b n x"],
-        y: Float[Tensor, "b n y"],
-        *,
-        mask: Tensor | None = None,
-        chunk: int = 4096,
-    ) -> None:
-        """Take in more points; after an error, or Ctrl-C, the stream is as it was before the call."""
+    def observe(self, x: Any, y: Any = None, *, mask: Any = None, chunk: int = 4096) -> None:
+        """Take in more; after an error, or Ctrl-C, the stream is as it was before the call.
+
+        Args:
+            x, y: points (batch, points, channels) or, of one stream, (points, channels), or (points,) of one
+                channel: tensors, arrays or lists. Of events the times and marks: (batch,), (batch, events)
+                or, of one stream, (events,).
+            mask: True = real.
+        """
         checks.positive("chunk", chunk)
-        parts, filled = self._parts, self._filled
-        with torch.no_grad():
-            if not isinstance(self.forget, Window):
-                parts = [self._remembered(parts[0], x, y, mask, chunk)]
-            else:
-                self.model._check(x, y, mask)
-                for start, stop, filled in self._pieces(x.shape[1]):
-                    here = slice(start, stop)
-                    part_mask = None if mask is None else mask[:, here]
-                    newest = self.model.update(parts[-1], x[:, here], y[:, here], mask=part_mask, chunk=chunk)
-                    parts = [*parts[:-1], newest]
-                    if filled == 0:  # the bucket is full: open the next
-                        parts = [*parts, self.model.empty(x.shape[0])]
-                    parts = parts[-self.forget.kept(filled) - 1 :]  # let go what is no longer needed
-        self._parts, self._filled, self._memory = parts, filled, None
+        given = self._given(x, y, mask)
+        with self._writing, torch.no_grad():
+            held = self._held if self._held.parts else _Held((self._begun(_first_times(*given)),))
+            self._held = self._extended(held, given, chunk)
 
-    def predict(self, xt: Float[Tensor, "b m x"], *, chunk: int = 4096) -> Distribution:
-        """The predictive distribution at the targets, given all that is remembered."""
+    def predict(self, xt: Any = None, *, chunk: int = 4096) -> Any:
+        """The predictive distribution at the targets, or the prediction of the next event of each stream."""
+        held = self._held
+        if isinstance(self.model, PointProcess) and xt is None:
+            return self._read(held)
+        if isinstance(self.model, PointProcess) or xt is None:
+            raise TypeError("predict(xt) is for streams of points; of events, predict() gives the next one")
+        xt = self._points("xt", xt, self.model.dim_x)
         self.model._check_targets(xt)
         with torch.no_grad():
-            if self._memory is None:
-                self._memory = self.model.read(self.state)
-            return self.model.predict(self._memory, xt, chunk=chunk)
+            return self.model.predict(self._read(held), xt, chunk=chunk)
 
     @property
     def state(self) -> Any:
         """The state of all that is remembered, of the model's own kind."""
-        return reduce(lambda state, part: state.merge(part), self._parts)
+        return _whole(self._held)
 
     @property
     def count(self) -> Int[Tensor, " b"]:
         """How many points are remembered (all that were observed, unless a window slides)."""
-        return torch.stack([part.count for part in self._parts]).sum(0)
+        none = torch.zeros(self.batch, dtype=torch.int64, device=self.model.device)
+        return sum((part.count for part in self._held.parts), none)
 
     @property
     def nbytes(self) -> int:
         """Bytes of state held."""
-        return sum(part.nbytes for part in self._parts)
+        return sum(part.nbytes for part in self._held.parts)
 
     def fork(self) -> "Stream":
         """An independent stream that goes on from here; states are shared, since they never change."""
-        other = Stream(self.model, batch=self._parts[0].batch, forget=self.forget)
-        other._parts, other._filled, other._memory = self._parts, self._filled, self._memory
+        other = Stream(self.model, batch=self.batch, forget=self.forget)
+        other._held, other._reading = self._held, self._reading
         return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_writing": None, "_reading": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _writing=Lock())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the stream (without its model), atomically, as one safetensors file."""
-        forget = self.forget and {"kind": type(self.forget).__name__, **asdict(self.forget)}
-        shell = {"forget": forget, "filled": self._filled, "parts": len(self._parts)}
+        held = self._held
+        shell = {"filled": held.filled, "parts": len(held.parts), "batch": self.batch}
         header = {
             "format": KIND,
             "version": str(VERSION),
             "state": self.model.state_type.KIND,
-            "fingerprint": _fingerprint(self.model),
-            "shell": json.dumps(shell),
+            "fingerprint": self.model._name_of_weights() or "",
+            "shell": json.dumps(shell | {"forget": written(self.forget)}),
         }
-        tensors = {
-            f"{number}.{name}": tensor
-            for number, part in enumerate(self._parts)
-            for name, tensor in part.tensors().items()
-        }
+        numbered = enumerate(part.tensors() for part in held.parts)
+        tensors = {f"{i}.{name}": t for i, part in numbered for name, t in part.items()}
         write_tensors(path, tensors, header)
 
     @staticmethod
-    def load(path: str | os.PathLike[str], model: NeuralProcess[Any, Any]) -> "Stream":
+    def load(path: str | os.PathLike[str], model: AnyModel) -> "Stream":
         """A stream that `save` wrote, with the model it ran on.
 
         Stored points depend on no weights: any model that stores points of these channels may go on.
@@ -197,72 +165,136 @@ class Stream:
                 "load the model it ran on"
             )
         fingerprint = header.get("fingerprint") or None
-        if (fingerprint or "") != (own := _fingerprint(model)):
+        if fingerprint != (own := model._name_of_weights()):
             raise ValueError(
                 f"{path} was written by other weights (fingerprint {fingerprint}, this model {own}): "
                 "load the model it ran on"
             )
         try:
-            shell = json.loads(header["shell"])
-            forget, filled = _forget(shell["forget"]), int(shell["filled"])
-            parts = [
-                model.state_type.of_tensors(_named(tensors, f"{i}."), fingerprint)
-                for i in range(shell["parts"])
-            ]
-            stream = Stream(model, batch=parts[0].batch, forget=forget)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+            stream = _loaded(model, json.loads(header["shell"]), tensors, fingerprint)
+        except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} is damaged: {error!r}; save the stream again") from error
-        stream._parts = [part.to(model.device) for part in parts]
-        for part in stream._parts:
+        for part in stream._held.parts:
             model._require_own(part)
-        stream._filled = filled
         return stream
 
-    def _remembered(self, state: Any, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> Monoid:
+    # Inside
+
+    def _given(self, x: Any, y: Any, mask: Any) -> tuple[Any, Any, Any]:
+        """Points, or times and marks, of every stream, as tensors; of one stream the axis may be missing."""
+        where = self.model.device
+        mask = None if mask is None else checks.as_tensor("mask", mask, where)
+        if isinstance(self.model, NeuralProcess):
+            xs, ys = self._points("x", x, self.model.dim_x), self._points("y", y, self.model.dim_y)
+            mask = mask[None] if mask is not None and mask.ndim == 1 == self.batch else mask
+            if xs.ndim == 3 and len(xs) != self.batch:
+                raise ValueError(f"x is a batch of {len(xs)}, but the stream one of {self.batch}")
+            if self.forget is not None:  # which cuts them before a model looks at them
+                self.model._check(xs, ys, mask)
+            return xs, ys, mask
+        given: list[Any] = [checks.as_tensor("times", x, where), y, mask]
+        given[1] = None if y is None else checks.as_tensor("marks", y, where)
+        times, marks, mask = (t if t is None or t.ndim > 1 else t.reshape(self.batch, -1) for t in given)
+        return times, marks, mask
+
+    def _points(self, name: str, given: Any, dim: int) -> Tensor:
+        """Points (batch, points, channels); of one stream the first axis may be missing."""
+        tensor = checks.as_tensor(name, given, self.model.device)
+        tensor = tensor if tensor.is_floating_point() else tensor.double()
+        if self.batch == 1 and tensor.ndim < 3 and (dim == 1 or tensor.shape[-1:] == (dim,)):
+            return tensor.reshape(1, -1, dim)
+        return tensor
+
+    def _begun(self, start: Any) -> Any:
+        """The state of streams of events that begin."""
+        start = checks.as_tensor("start", start, self.model.device)
+        return self.model.empty(start.reshape(-1).expand(self.batch))
+
+    def _read(self, held: _Held) -> Any:
+        """What predictions need of what is held: as remembered, if nothing has changed since."""
+        weights = [*self.model.parameters(), *self.model.buffers()]
+        reading = self._reading
+        if reading is None or reading.held is not held or not reading.weights.holds(weights):
+            state = _whole(held)
+            self.model._require_own(state)
+            with torch.no_grad():
+                read = self.model.query if isinstance(self.model, PointProcess) else self.model.read
+                self._reading = reading = _Reading(held, Snapshot(weights), read(state))
+        return reading.memory
+
+    def _extended(self, held: _Held, given: tuple[Any, Any, Any], chunk: int) -> _Held:
+        """What is held after more points."""
+        x, y, mask = given
+        if isinstance(self.forget, Decay):
+            return _Held((self._decayed(held.parts[0], x, y, mask, chunk),))
         if self.forget is None:
-            updated: Monoid = self.model.update(state, x, y, mask=mask, chunk=chunk)
-            return updated
+            return _Held((self.model.update(held.parts[0], x, y, mask=mask, chunk=chunk),))
+        parts, filled = held
+        self.model._require_own(parts[0])  # the newest may be of no weights yet
+        for here, after in self.forget.pieces(held.filled, x.shape[1]):
+            xs, ys, masks = (t if t is None else t[:, here] for t in given)
+            newest: Any = self.model.update(parts[-1], xs, ys, mask=masks, chunk=chunk)  # type: ignore[arg-type]
+            parts, filled = (*parts[:-1], newest), after
+            if filled == 0:  # the bucket is full: open the next
+                parts = (*parts, _after(self.model, newest))
+            parts = parts[-self.forget.kept(filled) - 1 :]  # let go what is no longer needed
+        return _Held(parts, filled)
+
+    def _decayed(self, state: Any, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> Any:
         assert isinstance(self.forget, Decay)
-        self.model._check(x, y, mask)
+        assert isinstance(self.model, NeuralProcess)
+        self.model._require_own(state)
         for start in range(0, x.shape[1], chunk):
             here = slice(start, start + chunk)
             xs, ys = x[:, here], y[:, here]
-            steps = torch.arange(
-                xs.shape[1] - 1, -1, -1, dtype=torch.promote_types(xs.dtype, torch.float32), device=xs.device
-            )
-            part = self.model.observe(
-                xs,
-                ys,
-                mask=None if mask is None else mask[:, here],
-                log_weight=(-self.forget.rate * steps).expand(xs.shape[0], -1),
-            )
+            wide = torch.promote_types(xs.dtype, torch.float32)
+            ages = torch.arange(xs.shape[1] - 1, -1, -1, dtype=wide, device=xs.device)
+            weights = (-self.forget.rate * ages).expand(len(xs), -1)
+            masks = None if mask is None else mask[:, here]
+            part = self.model.observe(xs, ys, mask=masks, log_weight=weights)
             state = state.decay(-self.forget.rate * xs.shape[1]).merge(part)
-        decayed: Monoid = state.signed(self.model.fingerprint())
-        return decayed
-
-    def _pieces(self, n: int) -> Iterator[tuple[int, int, int]]:
-        """Cut n points at the edges of buckets: (start, stop, points in the bucket after it)."""
-        assert isinstance(self.forget, Window)
-        start, filled = 0, self._filled
-        while start < n:
-            stop = min(n, start + self.forget.bucket - filled)
-            filled = (filled + stop - start) % self.forget.bucket
-            yield start, stop, filled
-            start = stop
+        return state
 
 
-def _fingerprint(model: NeuralProcess[Any, Any]) -> str:
-    """The weights a stream depends on: none where the state is the points themselves."""
-    return model.fingerprint() if model.observing_parameters() else ""
+def _loaded(model: AnyModel, shell: Any, tensors: dict[str, Tensor], fingerprint: str | None) -> Stream:
+    """The stream of these settings and tensors; errors say what does not fit."""
+    forget, filled, count = restored(shell["forget"]), shell["filled"], shell["parts"]
+    if not (type(filled) is type(count) is int and count <= len(tensors)):
+        raise ValueError(f"filled is {filled!r} and parts {count!r}")
+    named: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    for name, tensor in tensors.items():
+        number, _, own = name.partition(".")
+        named[int(number)][own] = tensor
+    parts = tuple(model.state_type.of_tensors(each, fingerprint).to(model.device) for each in named)
+    stream = Stream(model, batch=parts[0].batch if parts else shell["batch"], forget=forget)
+    bucket, kept = (forget.bucket, forget.kept(filled)) if isinstance(forget, Window) else (1, 0)
+    if not 0 <= filled < bucket or not len(stream._held.parts) <= count <= kept + 1:
+        raise ValueError(f"{count} parts with {filled} points in the newest do not fit forget={forget}")
+    if len({part.batch for part in parts}) > 1:
+        raise ValueError("its parts are of different batches")
+    limits = [bucket] * (count - 1) + [filled]
+    if isinstance(forget, Window) and any(int(p.count.max()) > n for p, n in zip(parts, limits, strict=True)):
+        raise ValueError("a bucket holds more points than it can")
+    stream._held = _Held(parts, filled)
+    return stream
 
 
-def _forget(settings: dict[str, Any] | None) -> Decay | Window | None:
-    kinds: dict[str, Any] = {"Decay": Decay, "Window": Window}
-    if not settings:
-        return None
-    forget: Decay | Window = kinds[settings.pop("kind")](**settings)
-    return forget
+def _after(model: AnyModel, full: Any) -> Any:
+    """The empty bucket after one that is full."""
+    if isinstance(model, NeuralProcess):
+        return model.empty(full.batch)
+    return model.empty(full.start, last_time=full.last_time)
 
 
-def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+def _whole(held: _Held) -> Any:
+    """The state of all parts together."""
+    if not held.parts:
+        raise ValueError("nothing was observed yet, and nobody knows when the watch began: give start=")
+    return reduce(lambda state, part: state.merge(part), held.parts)
+
+
+def _first_times(times: Tensor, _: Any, mask: Tensor | None) -> Tensor:
+    """When each stream begins: with its first event."""
+    if times.shape[1] == 0 or (mask is not None and not bool(mask[:, 0].all())):
+        raise ValueError("some stream has no first event, so that nobody knows when it began: give start=")
+    return times[:, 0]

@@ -6,6 +6,7 @@ from itertools import chain
 from math import isfinite, sqrt
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -123,18 +124,36 @@ def tensors(**given: object) -> None:
             raise TypeError(f"{name} must be a tensor, not {kind}: torch.tensor makes one of it")
 
 
+def as_tensor(name: str, given: Any, device: torch.device) -> Tensor:
+    """Numbers as a tensor: one as it is, arrays, lists and columns of frames in their own precision."""
+    if isinstance(given, Tensor):
+        return given
+    try:
+        return torch.tensor(np.asarray(given), device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{name} must be numbers, in a tensor, an array or lists, not {type(given).__name__} ({error}): "
+            "turn words and dates into numbers first"
+        ) from error
+
+
 def points(name: str, tensor: Tensor, dim: int, like: Tensor | None = None, *, device: torch.device) -> None:
     """Refuse anything but floating (b, n, dim) on `device`, with the batch and points of `like`."""
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+    if not isinstance(tensor, Tensor):
+        array = f"{name}.to_numpy()" if hasattr(tensor, "to_numpy") else name
         raise TypeError(
-            f"{name} must be a floating-point tensor, not {kind}: convert it first"
-            f", for instance by torch.as_tensor({name}, dtype=torch.float32)"
+            f"{name} must be a floating-point tensor, not {type(tensor).__name__}: "
+            f"torch.as_tensor({array}, dtype=torch.float32) makes one of numbers"
         )
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name} must be a floating-point tensor, not {tensor.dtype}: use {name}.float()")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} is {tensor.layout}: sparse points are not taken; use {name}.to_dense()")
     if tensor.ndim != 3 or tensor.shape[-1] != dim:
+        one = tensor.ndim < 3 and (dim == 1 or tensor.shape[-1:] == (dim,))
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)}, but (batch, points, {dim}) is needed"
-            + (": add the missing axes with tensor[None]" if tensor.ndim < 3 else "")
+            + (f": if these are the points of one task, {name}.reshape(1, -1, {dim})" if one else "")
         )
     if like is not None and (tensor.size(0) != like.size(0) or tensor.size(1) != like.size(1)):
         raise ValueError(

@@ -175,6 +175,10 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
             checks.positive("chunk", chunk)
         self._require_own(state)
         self._check(x, y, mask, values=False)
+        if x.shape[0] != (batch := state.batch):
+            raise ValueError(
+                f"x is a batch of {x.shape[0]}, but the state one of {batch}: they must be the same"
+            )
         state = self._extended(state, x, y, mask, chunk)
         if state.fingerprint == NOTHING:  # there was nothing before: these weights have made all of it
             state = self._signed(state)

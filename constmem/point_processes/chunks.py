@@ -16,9 +16,10 @@ from jaxtyping import Bool, Float64, Int64, Shaped
 from torch import Tensor
 
 from constmem.point_processes.events import Events
-from constmem.point_processes.padding import UNKNOWN, exact, numbers
+from constmem.point_processes.padding import NOTHING, UNKNOWN, exact, numbers
 
 FEW = 32  # events that are looked at one by one
+Recent = tuple[Float64[Tensor, "b k"], Float64[Tensor, "b k"], Int64[Tensor, "b k"]]  # times, gaps, marks
 Score = Callable[..., tuple[Tensor, Tensor, Any]]  # (state, chunk, wanted) to log-probabilities and a state
 
 
@@ -60,6 +61,25 @@ def shifted(before: Tensor, each: Tensor) -> Tensor:
 def windows(before: Shaped[Tensor, "b k"], each: Shaped[Tensor, "b t"]) -> Shaped[Tensor, "b t k"]:
     """The k entries before each event, oldest first, from those before all of them."""
     return torch.cat([before, each[:, :-1]], 1).unfold(1, before.shape[1], 1)
+
+
+def newest(*parts: Recent) -> Recent:
+    """The latest of the last events of some parts, as many as one has; of simultaneous ones without a gap
+    between them those of the last part are the later."""
+    times, gaps, marks = (torch.cat(each, 1) for each in zip(*parts, strict=True))
+    nothing = marks == NOTHING
+    times, gaps, marks = without((times, gaps, marks), nothing)
+    order = (gaps == 0).long().argsort(dim=1, stable=True)
+    by_time = torch.where(nothing, -torch.inf, times).gather(1, order).argsort(dim=1, stable=True)
+    kept = order.gather(1, by_time)[:, times.shape[1] - parts[0][0].shape[1] :]
+    return times.gather(1, kept), gaps.gather(1, kept), marks.gather(1, kept)
+
+
+def without(last: Recent, gone: Tensor) -> Recent:
+    """Nothing in place of some of the events."""
+    times, gaps, marks = last
+    nothing = marks.masked_fill(gone, NOTHING)
+    return times.masked_fill(gone, 0.0), gaps.masked_fill(gone, 0.0), nothing
 
 
 def pieces(events: Events, last_time: Float64[Tensor, " b"], chunk: int) -> Iterator[Chunk]:

@@ -28,6 +28,7 @@ from constmem.core.state import AttentionState
 from constmem.point_processes.base import PointProcess
 from constmem.point_processes.chunks import Chunk, shifted, windows
 from constmem.point_processes.heads import GapFeatures, MarkEmbedding, sinusoids
+from constmem.point_processes.padding import NOTHING
 from constmem.point_processes.states import RECENT, ConstantState
 
 
@@ -92,10 +93,9 @@ class CMHP(PointProcess[ConstantState]):
         dropout: float = 0.1,
         unit: str | None = None,
     ) -> None:
-        config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__(
             num_marks=num_marks, features=dim, hidden=hidden, components=components,
-            mark_given_gap=mark_given_gap, dropout=dropout, unit=unit, config=config,
+            mark_given_gap=mark_given_gap, dropout=dropout, unit=unit,
         )  # fmt: skip
         positive("num_latents", num_latents)
         if not isinstance(last_events, int) or isinstance(last_events, bool) or last_events < 0:
@@ -136,7 +136,7 @@ class CMHP(PointProcess[ConstantState]):
         blank = {"value": state.value, "lse": state.lse}
         if self.last_events > 1:
             times = torch.zeros(batch, self.last_events - 1, dtype=torch.float64, device=self.device)
-            nothing = torch.full_like(times, MarkEmbedding.NOTHING, dtype=torch.int64)
+            nothing = torch.full_like(times, NOTHING, dtype=torch.int64)
             blank |= dict(zip(RECENT, (times, times.clone(), nothing), strict=True))
         return blank
 
@@ -202,7 +202,7 @@ class CMHP(PointProcess[ConstantState]):
         value, lse, now = seen.value, seen.lse, clock[:, :, None, None]
         return AttentionState(
             _turned(value, now) if self.relative_time else value,
-            lse if rates is None else torch.addcmul(lse, rates, now),
+            lse if rates is None else lse + rates * now,
             seen.count,
         )
 
@@ -239,7 +239,7 @@ class CMHP(PointProcess[ConstantState]):
                 (self.last_mark(marks) + self.last_gap(self.scale.standard(gaps))).flatten(1)
             )
         if self.mass is not None:
-            ago = lse if rates is None else torch.addcmul(lse, rates, now, value=-1.0)
+            ago = lse if rates is None else lse - rates * now
             known = known + self.mass(F.softplus(ago).to(known.dtype).flatten(1))
         out: Tensor = self.norm(known)
         return out

@@ -1,7 +1,8 @@
 """Event sequences: when things happened and of what kind, padded into one batch."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from constmem.point_processes.padding import (
     pad,
 )
 
+PADDED = ("times", "marks", "mask")
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Events:
@@ -36,7 +39,7 @@ class Events:
         num_marks: how many kinds there are.
 
     Example:
-        Gaps and arrival times tell the same.
+        Gaps and arrival times say the same.
 
         >>> events = Events.from_arrival_times([[3.0, 4.0, 6.0], [5.0, 5.5]], unit="hour")
         >>> events.gaps.tolist()
@@ -136,20 +139,18 @@ class Events:
             raise ValueError("there are no events to put together: give at least one batch")
         first, width = parts[0], max(part.times.shape[1] for part in parts)
         for what in ("unit", "num_marks"):
-            told = [getattr(part, what) for part in parts]
-            if len(set(told)) > 1:
+            found = [getattr(part, what) for part in parts]
+            if len(set(found)) > 1:
                 raise ValueError(
-                    f"the batches differ in {what} ({', '.join(map(repr, dict.fromkeys(told)))}): events put "
-                    "together need the same; convert them first"
+                    f"the batches differ in {what} ({', '.join(map(repr, dict.fromkeys(found)))}): events "
+                    "put together need the same; convert them first"
                 )
         if len({part.t_end is None for part in parts}) > 1:
             raise ValueError("some batches have a t_end and some have none: give all of them one, or none")
         wide = [part._widened(width) for part in parts]
         ends = [part.t_end for part in wide if part.t_end is not None]
-        names = ("times", "marks", "mask", "t_start")
-        joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in wide]) for name in names}
-        joined["t_end"] = torch.cat(ends) if ends else None
-        return _trusted(**joined, unit=first.unit, num_marks=first.num_marks)
+        joined = {name: torch.cat([getattr(part, name) for part in wide]) for name in (*PADDED, "t_start")}
+        return first._with(**joined, t_end=torch.cat(ends) if ends else None)
 
     def __len__(self) -> int:
         """How many sequences there are."""
@@ -188,21 +189,15 @@ class Events:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Events":
         """The same events on another device."""
-        moved: dict[str, Any] = {}
-        for field in fields(self):
-            part = getattr(self, field.name)
-            moved[field.name] = (
-                part.to(device, non_blocking=non_blocking) if isinstance(part, Tensor) else part
-            )
-        return _trusted(**moved)
+        parts = ((name, part) for name, part in vars(self).items() if isinstance(part, Tensor))
+        return self._with(**{name: part.to(device, non_blocking=non_blocking) for name, part in parts})
 
     def select(self, index: Int[Tensor, " k"] | Bool[Tensor, " b"] | slice | Sequence[int]) -> "Events":
         """Some of the sequences, by numbers, a boolean mask or a slice; padding stays (see `trim`)."""
         if not isinstance(index, Tensor | slice):
             index = torch.as_tensor(list(index), dtype=torch.long, device=self.device)
-        parts = {name: getattr(self, name)[index] for name in ("times", "marks", "mask", "t_start")}
-        t_end = None if self.t_end is None else self.t_end[index]
-        return _trusted(**parts, t_end=t_end, unit=self.unit, num_marks=self.num_marks)
+        parts = ((name, part) for name, part in vars(self).items() if isinstance(part, Tensor))
+        return self._with(**{name: part[index] for name, part in parts})
 
     def trim(self, width: int | None = None) -> "Events":
         """The same events without the columns that hold nothing but padding.
@@ -211,36 +206,35 @@ class Events:
             width: how many columns to keep, of which the caller knows that they hold all events: then a
                 device need not be waited for.
         """
-        return self._cut((int(self.lengths.max()) if len(self) else 0) if width is None else width)
+        width = (int(self.lengths.max()) if len(self) else 0) if width is None else width
+        return self._with(**{name: getattr(self, name)[:, :width] for name in PADDED})
 
     def window(self, start: int, stop: int) -> "Events":
         """The events from place start to before stop, watched from the event before the first.
 
         The watch ends at t_end where nothing follows, else nobody knows when.
         """
-        parts = {name: getattr(self, name)[:, start:stop] for name in ("times", "marks", "mask")}
+        parts = {name: getattr(self, name)[:, start:stop] for name in PADDED}
         t_start = self.times[:, start - 1] if start else self.t_start
         t_end = self.t_end if stop >= self.times.shape[1] else None
-        return _trusted(**parts, t_start=t_start, t_end=t_end, unit=self.unit, num_marks=self.num_marks)
-
-    def _cut(self, width: int) -> "Events":
-        """The first `width` columns, behind which is only padding."""
-        parts = {name: getattr(self, name)[:, :width] for name in ("times", "marks", "mask")}
-        return _trusted(
-            **parts, t_start=self.t_start, t_end=self.t_end, unit=self.unit, num_marks=self.num_marks
-        )
+        return self._with(**parts, t_start=t_start, t_end=t_end)
 
     def _widened(self, width: int) -> "Events":
         """The same events with padding up to `width` columns."""
         b, t = self.times.shape
         last = self.times[:, -1] if t else self.t_start
         more = (b, width - t)
-        return _trusted(
+        return self._with(
             times=torch.cat([self.times, last[:, None].expand(more)], 1),
             marks=torch.cat([self.marks, self.marks.new_full(more, UNKNOWN)], 1),
             mask=torch.cat([self.mask, self.mask.new_zeros(more)], 1),
-            t_start=self.t_start, t_end=self.t_end, unit=self.unit, num_marks=self.num_marks,
-        )  # fmt: skip
+        )
+
+    def _with(self, **parts: Any) -> "Events":
+        """These events with other parts, made of checked ones: to check again would wait for the device."""
+        events = copy(self)
+        vars(events).update(parts)
+        return events
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,12 +274,4 @@ def bucketed(events: Events, batch: int, generator: torch.Generator) -> Iterator
         batches += pool[lengths[pool].argsort(stable=True)].split(batch)
     for i in torch.randperm(len(batches), generator=generator, device=generator.device).tolist():
         index = batches[i]
-        yield events.select(index.to(events.device))._cut(int(lengths[index].max()))
-
-
-def _trusted(**parts: Any) -> Events:
-    """Events made of parts of checked ones, not checked again: a check would wait for the device."""
-    events = object.__new__(Events)
-    for name, part in parts.items():
-        object.__setattr__(events, name, part)
-    return events
+        yield events.select(index.to(events.device)).trim(int(lengths[index].max()))

@@ -70,9 +70,7 @@ class GapFeatures(nn.Module):
 
 
 class MarkEmbedding(nn.Module):
-    """A vector for every mark, one for an unknown mark (`UNKNOWN`), one for no event yet (`NOTHING`)."""
-
-    UNKNOWN, NOTHING = -1, -2
+    """A vector for every mark, one for an unknown mark (-1), one for no event yet (-2)."""
 
     def __init__(self, *, num_marks: int, dim: int) -> None:
         super().__init__()
@@ -159,15 +157,18 @@ class LogNormalMixture(Distribution):
         each = loc + scale * torch.special.ndtri(inside)
         low, width = each.amin(-1, keepdim=True), each.amax(-1, keepdim=True) - each.amin(-1, keepdim=True)
         side = 2.0 * (inside < 0.5).double() - 1.0
-        slope = -(0.5**0.5) * side / scale
-        weights = 0.5 * side * self.log_weights.double().exp()
-        wanted = torch.where(inside < 0.5, inside, inside - 1.0)
-        quarters = torch.arange(1, 4, dtype=torch.float64, device=loc.device)
+        slope = (-(0.5**0.5) * side / scale)[..., None, :]
+        weights = (0.5 * side * self.log_weights.double().exp())[..., None]
+        offset = loc[..., None, :] * -slope
+        wanted = torch.where(inside < 0.5, inside, inside - 1.0)[..., None]
+        quarters = torch.arange(1, 4, dtype=torch.float64, device=loc.device)[:, None]
+        low, width = low[..., None], width[..., None]
         for _ in range(17 if self.loc.dtype == torch.float32 else 28):
             width = 0.25 * width
-            cuts = (low + width * quarters)[..., None]  # (*b, 3, 1)
-            shares = torch.erfc((cuts - loc[..., None, :]) * slope[..., None, :]) * weights[..., None, :]
-            low = low + width * (shares.sum(-1) < wanted).sum(-1, keepdim=True)
+            cuts = torch.addcmul(low, width, quarters)  # (*b, 3, 1)
+            shares = torch.erfc(torch.addcmul(offset, cuts, slope)) @ weights
+            low = low + width * (shares < wanted).sum(-2, keepdim=True)
+        low, width = low.squeeze(-1), width.squeeze(-1)
         quantile = (low + 0.5 * width).squeeze(-1).exp()
         quantile = torch.where(p <= 0, 0.0, torch.where(p >= 1, float("inf"), quantile))
         return torch.where(p.isnan() | (p < 0) | (p > 1), float("nan"), quantile).to(self.loc.dtype)

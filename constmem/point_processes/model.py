@@ -5,7 +5,8 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from operator import sub
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float, Float64
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 AT_ONCE = 1 << 17  # components, or marks, of a batch up to which all gaps are handled at once
 FAR = 5.0  # deviations between typical gaps and those that a model expects, from which on it warns
-S = TypeVar("S", bound=EventState)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,9 +154,8 @@ class EventModel(Model):
         mark_given_gap: bool,
         dropout: float,
         unit: str | None,
-        config: dict[str, Any],
     ) -> None:
-        super().__init__(config=config)
+        super().__init__()
         checks.positive("num_marks", num_marks)
         self.num_marks, self.unit = num_marks, unit
         self.dropout = torch.nn.Dropout(dropout)
@@ -251,7 +250,8 @@ class EventModel(Model):
         if start.device.type != "cpu" or not times.numel():
             return
         last = times if times.ndim == 1 else times[:, -1]
-        span, typical = float((last - start).max()), exp(float(self.log_gap_mean))
+        span = max(map(sub, last.tolist(), start.tolist()))  # for a few streams sooner than by PyTorch
+        typical = exp(float(self.log_gap_mean))
         if span > LONGEST * typical:
             raise ValueError(
                 f"an event is {span:.3g} after the start of its stream, {span / typical:.3g} times as long "
@@ -272,10 +272,6 @@ class EventModel(Model):
                 "from the data; of a trained model check the unit of times",
                 stacklevel=4,
             )
-
-    def _signed(self, state: S) -> S:
-        """Name the weights that made a state, unless they are being trained."""
-        return state if self._learns() else state.signed(self.fingerprint())
 
     def _require_own(self, state: EventState) -> None:
         """Refuse a state of another kind, device or weights."""

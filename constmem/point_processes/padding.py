@@ -14,7 +14,7 @@ from constmem.core import checks
 Given = NDArray[Any] | Sequence[Any] | int | float  # numbers that are no tensor yet
 Sequences = Iterable[Any]  # of sequences of numbers: lists, arrays or tensors
 Bounds = Given | Tensor | None
-UNKNOWN = -1  # a mark that nobody knows
+UNKNOWN, NOTHING = -1, -2  # a mark that nobody knows; no event yet
 
 
 def numbers(name: str, given: Any) -> Tensor:
@@ -60,11 +60,11 @@ def _rounded(name: str, index: Sequence[int], found: int) -> ValueError:
 
 
 def moments(name: str, given: Any) -> Float64[Tensor, " b"]:
-    """One time for each stream, from as many or from a single number; a copy."""
+    """One time for each stream, from as many or from a single number."""
     values = exact(name, numbers(name, given))
     if values.ndim > 1:
         raise ValueError(f"{name} has shape {tuple(values.shape)}, but one time for each stream is needed")
-    return values.reshape(-1).clone()
+    return values.reshape(-1)
 
 
 def _advice(given: Any) -> str:

@@ -10,14 +10,13 @@ from torch import Tensor
 from constmem.core import checks
 from constmem.core.monoid import Monoid, State
 from constmem.core.state import AttentionState
-from constmem.point_processes.chunks import Chunk
-from constmem.point_processes.heads import MarkEmbedding
+from constmem.point_processes.chunks import Chunk, Recent, newest, without
+from constmem.point_processes.padding import NOTHING
 
 _MEMORY = "memory."  # before the names of what a memory holds, in files
 CLOCK = {"start": torch.float64, "last_time": torch.float64, "last_gap": torch.float64}
 CLOCK |= {"last_mark": torch.int64, "count": torch.int64}
 RECENT = ("recent_times", "recent_gaps", "recent_marks")  # of the events before the last, oldest first
-Recent = tuple[Float64[Tensor, "b k"], Float64[Tensor, "b k"], Int64[Tensor, "b k"]]
 S = TypeVar("S", bound="EventState")
 M = TypeVar("M", bound="EventMonoid")
 
@@ -51,13 +50,14 @@ class EventState(State):
 
     def moved(self: S, chunk: Chunk, memory: dict[str, Tensor]) -> S:
         """The state with a new memory, and the clock at the last real event of a chunk."""
-        return replace(
-            self,
-            last_time=chunk.last_of(chunk.times, self.last_time),
-            last_gap=chunk.last_of(chunk.gaps, self.last_gap),
-            last_mark=chunk.last_of(chunk.marks, self.last_mark),
-            count=self.count + (chunk.times.shape[1] if chunk.mask is None else chunk.mask.sum(-1)),
-            memory=memory,
+        return type(self)(
+            self.start,
+            chunk.last_of(chunk.times, self.last_time),
+            chunk.last_of(chunk.gaps, self.last_gap),
+            chunk.last_of(chunk.marks, self.last_mark),
+            self.count + (chunk.times.shape[1] if chunk.mask is None else chunk.mask.sum(-1)),
+            memory,
+            self.fingerprint,
         )
 
     def merge(self: S, later: S) -> S:
@@ -93,10 +93,9 @@ class EventState(State):
         axes = {_MEMORY + name: axes for name, axes in (cls.NEEDED | more).items()}
         checks.named(tensors, axes.keys() | CLOCK.keys())
         for name, t in tensors.items():
-            if t.ndim != axes.get(name, 1) or t.dtype != CLOCK.get(name, t.dtype):
+            small = name == "last_mark" and bool((t < NOTHING).any())
+            if small or t.ndim != axes.get(name, 1) or t.dtype != CLOCK.get(name, t.dtype):
                 raise ValueError(f"holds a {name} that does not fit: {tuple(t.shape)} {t.dtype}")
-        if bool((tensors["last_mark"] < MarkEmbedding.NOTHING).any()):
-            raise ValueError("holds a last_mark below -2")
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +126,7 @@ class EventMonoid(EventState, Monoid):
         }
         return replace(
             self, **clock, count=self.count + later.count, memory=self._merged(later),
-            fingerprint=self.fingerprint or later.fingerprint,
+            fingerprint=self.signature_with(later),
         )  # fmt: skip
 
     def _merged(self: M, later: M) -> dict[str, Tensor]:  # noqa: ARG002
@@ -197,6 +196,9 @@ class ConstantState(EventMonoid):
         """What is remembered of single events, once those of a chunk are seen."""
         if RECENT[0] not in self.memory:
             return {}
+        if chunk.mask is None and chunk.times.shape[1] == 1:  # the oldest goes, the last moves up
+            own = zip(RECENT, (self.last_time, self.last_gap, self.last_mark), strict=True)
+            return {name: torch.cat([self.memory[name][:, 1:], last[:, None]], 1) for name, last in own}
         pairs = zip(self._remembered, chunk[:3], strict=True)
         return _recent(*(chunk.latest(each, before) for before, each in pairs))
 
@@ -204,15 +206,15 @@ class ConstantState(EventMonoid):
         joined = self.attention.merge(later.attention)
         memory = {"value": joined.value, "lse": joined.lse}
         if RECENT[0] in self.memory:
-            memory |= _recent(*_latest(later._remembered, self._remembered))
+            memory |= _recent(*newest(later._remembered, self._remembered))
         return memory
 
     def remove(self, other: "ConstantState", *, max_share: float = 0.999) -> "ConstantState":
         """The state without an earlier part of the streams: undoes `merge`, the last event stays."""
         self._require_parts(other, "remove")
-        held = (other.count > 0) & (other.last_time >= self.last_time)
-        if bool(held.any()):
-            k = int(held.nonzero()[0])
+        held = ((other.count > 0) & (other.last_time >= self.last_time)).nonzero()
+        if len(held):
+            k = int(held[0])
             raise ValueError(
                 f"the part to remove from stream {k} holds its last event, at {self.last_time[k].item()}: "
                 "nobody remembers the one before: remove earlier events, or condition again on those to keep"
@@ -223,7 +225,7 @@ class ConstantState(EventMonoid):
             pairs = zip(self._remembered, other._remembered, strict=True)
             same = [mine[:, :, None] == theirs[:, None, :] for mine, theirs in pairs]
             gone = (same[0] & same[1] & same[2]).any(-1)  # whoever removes them remembers them too
-            memory |= _recent(*_latest(_without(self._remembered, gone)))
+            memory |= _recent(*newest(without(self._remembered, gone)))
         return replace(self, count=left.count, memory=memory)
 
 
@@ -238,6 +240,15 @@ class StoredEvents(EventMonoid):
     AXES: ClassVar[str] = "(layers, 2, width)"
     NEEDED: ClassVar[dict[str, int]] = {"cache": 5, "mask": 2, "known": 2}
     MORE: ClassVar[dict[str, int]] = {"times": 2, "marks": 2}  # which files of version 0.1 do not hold
+
+    @classmethod
+    def _require(cls, tensors: dict[str, Tensor]) -> None:
+        super()._require(tensors)
+        columns = {
+            t.shape[1] for name, t in tensors.items() if name[len(_MEMORY) :] in ("times", "marks", "mask")
+        }
+        if len(columns) != 1 or tensors[_MEMORY + "cache"].shape[1] > columns.pop():
+            raise ValueError("holds events, a mask and a cache that do not fit each other")
 
     @property
     def layout(self) -> tuple[int, ...]:
@@ -256,45 +267,23 @@ class StoredEvents(EventMonoid):
                 "cannot merge states of which one was saved by an earlier version, without its events: "
                 "condition again on the events themselves"
             )
-        first = torch.where(theirs["mask"], theirs["times"], torch.inf).amin(1) if later.cached else None
-        if first is not None and bool((first < self.last_time).any()):
-            k = int((first < self.last_time).nonzero()[0])
+        if not mine["mask"].shape[1] or not theirs["mask"].shape[1]:
+            return mine if mine["mask"].shape[1] else theirs
+        first = torch.where(theirs["mask"], theirs["times"], torch.inf).amin(1)
+        early = (first < self.last_time).nonzero()
+        if len(early):
+            k = int(early[0])
             raise ValueError(
                 f"stream {k} of the later part begins at {first[k].item()}, before the last event of the "
                 f"earlier one, at {self.last_time[k].item()}: merge in order of time, earlier.merge(later)"
             )
-        if not mine["mask"].shape[1]:
-            return theirs
-        done = self.cached
-        columns = {
-            name: torch.cat([mine[name][:, done:], theirs[name]], 1) for name in ("times", "marks", "mask")
-        }
-        order = (~columns["mask"]).long().argsort(dim=1, stable=True)  # real events first
-        packed = {
-            name: torch.cat([mine[name][:, :done], t.gather(1, order)], 1) for name, t in columns.items()
-        }
-        return mine | packed
+        done, names = self.cached, ("times", "marks", "mask")
+        fresh = {name: torch.cat([mine[name][:, done:], theirs[name]], 1) for name in names}
+        order = (~fresh["mask"]).long().argsort(dim=1, stable=True)  # real events first
+        joined = {name: torch.cat([mine[name][:, :done], fresh[name].gather(1, order)], 1) for name in names}
+        return mine | joined
 
 
 def _recent(*last: Tensor) -> dict[str, Tensor]:
     """The memory of the last events, but for the very last, which the clock knows."""
     return {name: each[:, :-1].clone() for name, each in zip(RECENT, last, strict=True)}
-
-
-def _latest(*parts: Recent) -> Recent:
-    """The latest of the last events of some parts, as many as one has; of simultaneous ones without a gap
-    between them those of the last part are the later."""
-    times, gaps, marks = (torch.cat(each, 1) for each in zip(*parts, strict=True))
-    nothing = marks == MarkEmbedding.NOTHING
-    times, gaps, marks = _without((times, gaps, marks), nothing)
-    order = (gaps == 0).long().argsort(dim=1, stable=True)
-    by_time = torch.where(nothing, -torch.inf, times).gather(1, order).argsort(dim=1, stable=True)
-    kept = order.gather(1, by_time)[:, times.shape[1] - parts[0][0].shape[1] :]
-    return times.gather(1, kept), gaps.gather(1, kept), marks.gather(1, kept)
-
-
-def _without(last: Recent, gone: Tensor) -> Recent:
-    """Nothing in place of some of the events."""
-    times, gaps, marks = last
-    nothing = marks.masked_fill(gone, MarkEmbedding.NOTHING)
-    return times.masked_fill(gone, 0.0), gaps.masked_fill(gone, 0.0), nothing

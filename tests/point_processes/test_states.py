@@ -88,6 +88,15 @@ def test_a_state_of_another_size_is_refused_even_if_nobody_knows_its_weights(kin
             other.query(state)
 
 
+def test_the_events_of_a_transformers_state_fit_its_cache() -> None:
+    model = small("thp")
+    with torch.no_grad():
+        tensors = model.condition(stream(6)).tensors()
+    for name, part in (("times", slice(5)), ("mask", slice(5)), ("marks", slice(4))):
+        with pytest.raises(ValueError, match="do not fit each other"):
+            model.state_type.of_tensors(tensors | {f"memory.{name}": tensors[f"memory.{name}"][:, part]})
+
+
 def test_values_and_normalisers_of_a_constant_state_fit_each_other() -> None:
     model = small("cmhp")
     with torch.no_grad():
