@@ -17,12 +17,19 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]  # which are not installed
 
 torch.set_num_threads(1)
 settings.register_profile("constmem", deadline=None, max_examples=25, derandomize=True, database=None)
+settings.register_profile("shapes", settings.get_profile("constmem"), max_examples=5)
 settings.load_profile("constmem")
 
 VECTORS = {"widest": (), "256 bits": ("-mno-avx512f",), "128 bits": ("-mno-avx",)}
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 Kinds = type[Exception] | tuple[type[Exception], ...]
 Refuses = Callable[[Kinds, str], AbstractContextManager[None]]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The pass that checks shapes looks at each law a few times: the other has looked at it often."""
+    if config.getoption("--jaxtyping-packages", default=None) is not None:
+        settings.load_profile("shapes")
 
 
 @pytest.fixture(autouse=True)
