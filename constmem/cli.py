@@ -6,39 +6,53 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from constmem.cli_data import DataDir, data_app
+from constmem import __version__
+from constmem.data import catalogue
+from constmem.models import EVENTS, POINTS, with_variants
 
-app = typer.Typer(
-    help="Attention whose memory does not grow.", no_args_is_help=True, add_completion=False,
-    pretty_exceptions_enable=False,
-)  # fmt: skip
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+data_app = typer.Typer(help="Data sets: what is there, and how to prepare what is not.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"constmem {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Attention whose memory does not grow."""
+
+
+DataDir = Annotated[Path | None, typer.Option(envvar="CONSTMEM_DATA", help="Folder of packs (*.npz).")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
 X = Annotated[str | None, typer.Option("--x", help="Of a CSV file: its input columns, a,b,...")]
 Y = Annotated[str | None, typer.Option("--y", help="Of a CSV file: its output columns.")]
-Group = Annotated[
-    str | None, typer.Option(help="Of a CSV file: the column that says which rows are one task.")
-]
+Group = Annotated[str | None, typer.Option(help="Of a CSV file: the column that makes rows one task.")]
 
-_POINTS, _EVENTS = (
-    "emnist, celeba32, celeba64, celeba128, digits, gp",
-    "taxi, mooc, reddit, wiki, taobao, hawkes1",
-)
-_OF_POINTS = "cmanp, lbanp, tnpd, eqtnp, cnp, canp, np, anp, bnp, banp"
-_OF_EVENTS = "cmhp, cmhp-faithful, thp, thp-gap, gru, gru-gap, trivial"
 _FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".npz")  # points are read from the first two only
+_DATASETS = f"{', '.join(catalogue.POINTS)}; of events: {', '.join(catalogue.EVENTS)}; or a file of your own."
+_MODELS = (
+    f"{', '.join(with_variants(POINTS))}; of events: {', '.join(with_variants(EVENTS))}. If not given, "
+    "cmanp (of a file cmanp-small), of events cmhp."
+)
 _OWN = "Of an event file: "
 User = Annotated[str | None, typer.Option(help=f"{_OWN}the column that tells sequences apart; - for one.")]
 Mark = Annotated[str | None, typer.Option(help=f"{_OWN}the column of kinds, any text; - for none.")]
 Time = Annotated[str | None, typer.Option(help=f"{_OWN}the column of times, numbers or ISO dates.")]
 Unit = Annotated[str | None, typer.Option(help=f"{_OWN}the unit of its times; second if not given.")]
 End = Annotated[str | None, typer.Option(help=f"{_OWN}when the watch ended, or last: with the last event.")]
-Split = Annotated[str | None, typer.Option(help=f"{_OWN}part it by sequence (the default) or by time.")]
+Split = Annotated[str | None, typer.Option(help=f"{_OWN}split by sequence (the default) or by time.")]
 
 
 @app.command()
@@ -54,13 +68,8 @@ def demo(
 
 @app.command()
 def train(
-    dataset: Annotated[str, typer.Argument(help=f"{_POINTS}; of events: {_EVENTS}; or a file of your own.")],
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help=f"{_OF_POINTS}; of events: {_OF_EVENTS}. Else cmanp (of a file cmanp-small), of events cmhp."
-        ),
-    ] = None,
+    dataset: Annotated[str, typer.Argument(help=_DATASETS)],
+    model: Annotated[str | None, typer.Argument(help=_MODELS)] = None,
     recipe: Annotated[str, typer.Option(help="improved (ours) or faithful (the paper's).")] = "improved",
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of weights and tasks.")] = 0,
     steps: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
@@ -97,41 +106,33 @@ def train(
         "--user": user, "--mark": mark, "--time": time, "--unit": unit, "--end": end, "--split": split,
     }  # fmt: skip
     suffix = Path(dataset).suffix
-    if suffix in _FILES:
-        points = any(of_rows.values()) or (suffix in _FILES[:2] and not any(of_events.values()))
-        model = model or ("cmanp-small" if points else "cmhp")
-        folder = out or Path("runs") / f"{Path(dataset).stem}-{model}-{seed}"
-        if recipe != "improved":
-            raise ValueError("the paper has no recipe for data of your own: leave --recipe out, or use --set")
-        how: dict[str, Any] = {
-            "out": folder, "seed": seed, "steps": steps, "device": device, "resume": resume, "change": change,
-        }  # fmt: skip
-        with _stoppable(folder):
-            from constmem.training.own_data import train_on_file
-
-            train_on_file(Path(dataset), model, of_rows, of_events, how, compiled=compiled)
-        _say_trained(folder)
-        return
-    given = [name for name, value in (of_rows | of_events).items() if value]
-    if given:
+    is_file, given = suffix in _FILES, [name for name, value in (of_rows | of_events).items() if value]
+    if is_file and recipe != "improved":
+        raise ValueError("the paper has no recipe for data of your own: leave --recipe out, or use --set")
+    if given and not is_file:
         raise ValueError(
             f"{', '.join(given)}: these are for files of your own, but {dataset!r} is none: their names end "
             f"in {', '.join(_FILES)}"
         )
-    from constmem.training.recipes import EVENTS, changed, unused
-    from constmem.training.recipes import recipe as settings_of
-
-    model = model or ("cmhp" if dataset in EVENTS else "cmanp")
-    chosen = settings_of(dataset, model, recipe)
-    settings = changed(chosen, change or [], steps=steps, unused=unused(dataset))
-    folder = out or Path("runs") / f"{dataset}-{model}-{recipe}-{seed}"
+    if model is None and is_file:
+        points = any(of_rows.values()) or (suffix in _FILES[:2] and not any(of_events.values()))
+        model = "cmanp-small" if points else "cmhp"
+    elif model is None:
+        model = "cmhp" if dataset in catalogue.EVENTS else "cmanp"
+    name = f"{Path(dataset).stem}-{model}" if is_file else f"{dataset}-{model}-{recipe}"
+    folder = out or Path("runs") / f"{name}-{seed}"
+    how: dict[str, Any] = {
+        "out": folder, "seed": seed, "steps": steps, "device": device, "resume": resume,
+        "compiled": compiled, "change": change or [],
+    }  # fmt: skip
     with _stoppable(folder):
-        from constmem.training.loop import Run
-        from constmem.training.loop import train as run_training
+        from constmem import training
 
-        run = Run(dataset, model, recipe, settings, seed)
-        run_training(run, out=folder, data_dir=data_dir, device=device, resume=resume, compiled=compiled)
-    _say_trained(folder, data_dir)
+        if is_file:
+            training.fit_file(Path(dataset), model, of_rows, of_events, **how)
+        else:
+            training.fit_dataset(dataset, model, recipe=recipe, data_dir=data_dir, **how)
+    _say_trained(folder, None if is_file else data_dir)
 
 
 @contextmanager
@@ -145,10 +146,10 @@ def _stoppable(folder: Path) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _say_trained(folder: Path, data_dir: Path | None = None) -> None:
-    """What to do next; a folder of data that only this command was told of is told again."""
-    told = data_dir is not None and str(data_dir) != os.environ.get("CONSTMEM_DATA")
-    run = shlex.join([str(folder), *(["--data-dir", str(data_dir)] if told else [])])
+def _say_trained(folder: Path, data_dir: Path | None) -> None:
+    """What to do next; a folder of data that only this command knows of is named again."""
+    named = data_dir is not None and str(data_dir) != os.environ.get("CONSTMEM_DATA")
+    run = shlex.join([str(folder), *(["--data-dir", str(data_dir)] if named else [])])
     print(f"trained: {folder}")
     print(f"next: constmem eval {run}; constmem plot {run}")
 
@@ -180,9 +181,7 @@ def evaluate(
 def table(
     results: Annotated[
         list[Path] | None,
-        typer.Argument(
-            help="Folders of scored runs, or JSON files of rows; every run in runs/ if not given."
-        ),
+        typer.Argument(help="Folders of scored runs, or JSON files of rows; if not given, all in runs/."),
     ] = None,
     dataset: Annotated[str | None, typer.Option(help="Only this data set.")] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
@@ -228,8 +227,51 @@ def plot(
         print(path)
 
 
+@data_app.command(name="list")
+def list_data(data_dir: DataDir = None) -> None:
+    """What is found where, and what to download for what is not."""
+    from constmem.data import hints, listing
+
+    for line in (*listing(data_dir), "", *hints(data_dir)):
+        print(line)
+
+
+@data_app.command()
+def prepare(
+    what: Annotated[str, typer.Argument(help=", ".join(catalogue.PREPARED))],
+    source: Annotated[Path, typer.Option(help="Folder, archive or file of the original public data.")],
+    data_dir: DataDir = None,
+    partition: Annotated[
+        Path | None,
+        typer.Option(help="celeba: list_eval_partition.txt; looked for beside the source if not given."),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="easytpp: of the data set; that of the folder if not given.")
+    ] = None,
+    unit: Annotated[str | None, typer.Option(help="easytpp: of its times, such as hour.")] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Write over a pack that holds more than the new one, too.")
+    ] = False,
+) -> None:
+    """Turn the original public files into the prepared format, and say what was found in them.
+
+    What differs from the official data, in number or checksum, is on lines that begin with warning:.
+    """
+    from constmem import data
+    from constmem.training.log import counted
+
+    with counted(f"preparing {what}") as progress:
+        how: dict[str, Any] = {"partition": partition, "name": name, "unit": unit, "replace": replace}
+        made = data.prepare_pack(what, source, data_dir, progress=progress, **how)
+    for line in (made.path, *made.found):
+        print(line)
+    for line in made.warnings:
+        print(f"warning: {line}", file=sys.stderr)
+
+
 def main() -> None:
-    """Run a command; known errors become one clear line, with exit code 2."""
+    """Run a command; known errors become one clear line, with exit code 2 (1 for a run that stopped)."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve a busy machine
     try:
         app()
     except (ValueError, OSError, ImportError, MemoryError) as error:
@@ -238,17 +280,20 @@ def main() -> None:
             from constmem.core.files import advice_on
 
             advice = advice_on(error)
-        print(f"constmem: {error}{advice}", file=sys.stderr)
-        sys.exit(2)
+        _end(f"{error}{advice}", 2)
     except RuntimeError as error:
-        if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
-            told = "take a smaller batch (--set batch=...), fewer points, or a smaller model"
-            print(f"constmem: out of memory ({str(error).splitlines()[0]}): {told}", file=sys.stderr)
-            sys.exit(2)
-        if type(error).__name__ not in ("StoppedError", "ConditioningError"):
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        if "OutOfMemoryError" in kinds or "can't allocate memory" in str(error):
+            how = "take a smaller batch (--set batch=...), fewer points, or a smaller model"
+            _end(f"out of memory ({str(error).splitlines()[0]}): {how}", 2)
+        if not kinds & {"StoppedError", "ConditioningError"}:
             raise
-        print(f"constmem: {error}", file=sys.stderr)
-        sys.exit(1)
+        _end(str(error), 1)
+
+
+def _end(message: str, code: int) -> NoReturn:
+    print(f"constmem: {message}", file=sys.stderr)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from constmem.data import Events
+from constmem.models import PLAIN_CMHP
 from constmem.point_processes import MODELS
-from constmem.training.variants import PLAIN_CMHP
 
 KINDS = ("trivial", "gru", "thp", "cmhp", "cmhp-faithful")
 MARKS = 3
