@@ -93,7 +93,7 @@ class Observation(nn.Module):
             known_as: what is the same object only while no weight changes, here and in `embed`, because
                 the caller has just looked; None if that is not known.
         """
-        where = (self._parameters["slots"] if "slots" in self._parameters else self.slots).device  # type: ignore[union-attr]
+        where = self.slots.device
         if torch.is_grad_enabled() or where.type not in ("cpu", "cuda") or not kernels.plain(where):
             return self.prepare()
         settings = embed is None, products(where.type)
