@@ -1,0 +1,1 @@
+"""States and their algebra: what every model of this library remembers."""
