@@ -15,6 +15,8 @@ from constmem.tabular.frames import MOMENT, Frame, Kind, plural
 
 def frame_of(x: Any) -> Frame:
     """Whatever holds a table, as a frame; the input is never changed, nor kept."""
+    if isinstance(x, Frame):
+        return x
     source = type(x).__module__.partition(".")[0]
     if source == "scipy" and hasattr(x, "tocsr"):
         raise TypeError("Sparse data was passed, but dense data is required: use X.toarray()")

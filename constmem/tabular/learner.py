@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from constmem.tabular.columns import Columns, refuse_infinite
 from constmem.tabular.encodings import center_and_scale
 from constmem.tabular.features import SIZE, Features
 from constmem.tabular.forgetting import Forgetting, Memory
-from constmem.tabular.frames import Frame, aligned, concatenated
+from constmem.tabular.frames import Frame, aligned, beside, concatenated
 
 ANCHORS = 8192  # rows that features are anchored in, at most
 ROWS = 1024  # answered or encoded at once
@@ -195,6 +196,16 @@ class Learner:
                 np.pad(self.scale, (0, more), constant_values=1.0),
             )
             self.memory.widen(targets)
+
+    def take_columns(self, names: tuple[str, ...]) -> None:
+        """During the warm-up, take more columns, or another order; rows so far have no values in new ones."""
+        if self._rows is None or self._rows.names is None:
+            return
+        place = {name: i for i, name in enumerate(self._rows.names)}
+        blank = Frame(("",), ("empty",), np.full((len(self._rows), 1), np.nan))
+        wider = beside(self._rows, blank)
+        order = wider.ordered([place.get(name, len(place)) for name in names])
+        self._rows, self._early = replace(order, names=names), None
 
     def merge(self, other: "Learner") -> None:
         """Take what another learner has seen; one of them may still be warming up, or both."""
