@@ -9,11 +9,11 @@ from river import base
 
 from constmem.tabular.base import StreamingEstimator
 from constmem.tabular.estimators import StreamingClassifier, StreamingRegressor
-from constmem.tabular.frames import Frame
+from constmem.tabular.frames import Frame, Kind
 from constmem.tabular.inputs import frame_of
 
 
-class _River(base.Estimator):  # type: ignore[misc]
+class _River(base.Estimator):
     """What both adapters share.
 
     A feature that a row lacks is missing; one that turns up after the warm-up is ignored.
@@ -48,7 +48,8 @@ class _River(base.Estimator):  # type: ignore[misc]
     def _frame(self, row: Mapping[str, Any]) -> Frame:
         values = [row.get(name) for name in self._names]
         if all(type(value) in (float, int, bool) for value in values):  # the common case, fast
-            return Frame(self._names, ("number",) * len(values), np.array([values], np.float64))
+            kinds: list[Kind] = ["number"] * len(values)
+            return Frame(self._names, tuple(kinds), np.array([values], np.float64))
         values = [None if isinstance(v, numbers.Real) and v != v else v for v in values]
         return frame_of({name: [value] for name, value in zip(self._names, values, strict=True)})
 
@@ -60,7 +61,7 @@ class _River(base.Estimator):  # type: ignore[misc]
         yield {"size": 96, "warmup": 64}
 
 
-class StreamingRiverRegressor(_River, base.Regressor):  # type: ignore[misc]
+class StreamingRiverRegressor(_River, base.Regressor):
     """Numbers from a stream of dictionaries, in constant memory.
 
     Parameters
@@ -86,7 +87,7 @@ class StreamingRiverRegressor(_River, base.Regressor):  # type: ignore[misc]
         return float(self.estimator.predict(self._asked(x))[0]) if self._learned else 0.0
 
 
-class StreamingRiverClassifier(_River, base.Classifier):  # type: ignore[misc]
+class StreamingRiverClassifier(_River, base.Classifier):
     """Classes from a stream of dictionaries, in constant memory.
 
     Parameters
@@ -111,7 +112,7 @@ class StreamingRiverClassifier(_River, base.Classifier):  # type: ignore[misc]
         """Learn one row."""
         self._learn(x, y)
 
-    def predict_proba_one(self, x: dict[Any, Any]) -> dict[Any, float]:
+    def predict_proba_one(self, x: dict[Any, Any], **kwargs: Any) -> dict[Any, float]:  # noqa: ARG002
         """Probabilities of the classes seen so far; none before anything was learned."""
         if not self._learned:
             return {}

@@ -60,6 +60,15 @@ def mixed_deviation(answers: Sequence[Answer], weights: Weights) -> NDArray[np.f
     return np.sqrt(total)
 
 
+def mixed_log_density(
+    answers: Sequence[Answer], weights: Weights, y: Float[np.ndarray, "n k"]
+) -> NDArray[np.float64]:
+    """Log density of all targets of a row under the mixture, (n,)."""
+    densities = torch.stack([answer.log_density(torch.from_numpy(y)) for answer in answers])
+    shares = torch.from_numpy(weights).clamp(min=1e-300).log()
+    return np.asarray((densities + shares[:, None]).logsumexp(0).numpy())
+
+
 def mixed_quantiles(
     answers: Sequence[Answer], weights: Weights, levels: Sequence[float]
 ) -> NDArray[np.float64]:

@@ -18,6 +18,8 @@ from constmem.tabular.frames import Frame
 from constmem.tabular.inputs import frame_of
 from constmem.tabular.learner import Learner
 
+_NAMES = ("feature_names_in_", "target_names_")
+
 
 class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
     """An estimator of one table or stream, whose memory does not grow with the rows.
@@ -126,7 +128,7 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the estimator to one safetensors file, atomically."""
         check_is_fitted(self, "learner_")
-        names = {name: list(getattr(self, name)) for name in ("feature_names_in_",) if hasattr(self, name)}
+        names = {name: list(getattr(self, name)) for name in _NAMES if hasattr(self, name)}
         params = self.get_params(deep=False)
         if not isinstance(params["random_state"], int | type(None)):
             params["random_state"] = self.learner_.seed
@@ -150,8 +152,8 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
         known = inspect.signature(cls.__init__).parameters
         made = cls(**{name: value for name, value in about["params"].items() if name in known})
         made.learner_, made.n_features_in_ = learner, about["features"]
-        if about["names"]:
-            made.feature_names_in_ = np.array(about["names"]["feature_names_in_"], dtype=object)
+        for name, found in about["names"].items():
+            setattr(made, name, np.array(found, dtype=object) if name == "feature_names_in_" else found)
         made._restore(about)
         return made
 

@@ -174,7 +174,8 @@ class StreamingClassifier(ClassifierMixin, StreamingEstimator):  # type: ignore[
             row = int(np.flatnonzero(~np.isfinite(labels))[0])
             what = "NaN" if np.isnan(labels.ravel()[row]) else "infinity"
             raise ValueError(f"Input y contains {what}: row {row} has no class; leave such rows out")
-        check_classification_targets(labels)
+        if labels.dtype.kind not in "iubUS" or labels.ndim != 1:
+            check_classification_targets(labels)  # slow, and clear for whole numbers and text
         if labels.ndim != 1:
             raise ValueError(f"y has shape {labels.shape}: one class a row is needed")
         return frame, labels
