@@ -4,14 +4,13 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 from numpy.typing import NDArray
 
 from constmem.tabular.encodings import FREEZE, Column, encoded, encoded_names, within_reach
-from constmem.tabular.frames import Frame, Kind, aligned, missing, other_column, plural
+from constmem.tabular.frames import Frame, Kind, aligned, example, other_column, plural
 
 
 @dataclass(frozen=True)
@@ -85,10 +84,9 @@ class Columns:
         if frame.kinds != self._kinds:
             for i, (column, kind) in enumerate(zip(self.columns, frame.kinds, strict=True)):
                 if kind != column.kind and "empty" not in (kind, column.kind):
-                    value, row = _first(frame, i)
                     raise ValueError(
-                        f"{frame.label(i)} held {plural(column.kind)} when the columns were frozen, but row "
-                        f"{row} now holds {value!r} among {plural(kind)}: convert the column to what it was"
+                        f"{frame.label(i)} held {plural(column.kind)} when the columns were frozen, and "
+                        f"now holds {plural(kind)} {example(frame, i)}: convert it to what it was"
                     )
         return frame
 
@@ -122,9 +120,3 @@ def refuse_infinite(frame: Frame) -> None:
     where = frame.infinite()
     if where:
         raise ValueError(f"X contains infinity: {where}. Leave the row out, or give NaN for a missing value")
-
-
-def _first(frame: Frame, index: int) -> tuple[Any, int]:
-    column = frame.others.get(index, frame.values[:, index])
-    row = int(np.flatnonzero(~missing(column))[0])
-    return column[row], row

@@ -54,8 +54,6 @@ class Frame:
 
     def infinite(self) -> str | None:
         """Where the first infinite value stands, in words, if there is one."""
-        if bool(np.isfinite(np.dot(flat := self.values.ravel(), flat))):
-            return None  # neither NaN nor infinity nor a huge number: the common case, in one pass
         bad = np.isinf(self.values)
         if not bad.any():
             return None
@@ -69,8 +67,8 @@ def concatenated(first: Frame, second: Frame) -> Frame:
     for i, (a, b) in enumerate(zip(first.kinds, second.kinds, strict=True)):
         if a != b and "empty" not in (a, b):
             raise ValueError(
-                f"{second.label(i)} held {plural(a)} before, and now holds {plural(b)}"
-                f"{_example(second, i)}: convert it to what it was"
+                f"{second.label(i)} held {plural(a)} before, and now holds {plural(b)} "
+                f"{example(second, i)}: convert it to what it was"
             )
         kinds.append(b if a == "empty" else a)
     others = {
@@ -122,11 +120,12 @@ def plural(kind: Kind) -> str:
     return {"number": "numbers", "date": "dates", "text": "text", "empty": "no values"}[kind]
 
 
-def _example(frame: Frame, index: int) -> str:
-    """The first value that is there, and its row, in words."""
+def example(frame: Frame, index: int) -> str:
+    """The first value of a column that is there, and its row, in words."""
     column = frame.others.get(index, frame.values[:, index])
-    there = np.flatnonzero(~missing(column))
-    return f" (row {there[0]}: {column[there[0]]!r})" if len(there) else ""
+    row = int(np.flatnonzero(~missing(column))[0])
+    value = str(column[row]) if column.dtype.kind == "M" else repr(column[row : row + 1].tolist()[0])
+    return f"(row {row}: {value})"
 
 
 def other_column(frame: Frame, index: int, kind: Kind) -> NDArray[Any]:

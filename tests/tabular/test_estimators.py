@@ -1,6 +1,5 @@
 """The estimators as scikit-learn's users know them, and as states that merge."""
 
-import pytest
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from constmem.tabular.estimators import StreamingClassifier, StreamingRegressor
