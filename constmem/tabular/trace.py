@@ -39,6 +39,7 @@ class Trace:
         self._posterior: Posterior | None = None
         self._precisions: dict[str, float] | None = None
         self._searched, self._since = 0.0, 0
+        self._noise: tuple[Tensor, float] | None = None  # variance and freedom, where no search is due
         self._correction = _Correction()
 
     @property
@@ -56,16 +57,21 @@ class Trace:
         """Take rows into the moments, the oldest first."""
         n, weight = len(y), None
         state = self.moments
+        self._since += n
+        noise = None
+        if self._posterior is not None and n <= RECENT and self._since < max(FEW, GROWTH * self._searched):
+            self._correction.extend(self._posterior, phi, y, self.half_life)
+            noise = self._correction.noise(self._posterior, self.half_life)
         if not isinf(self.half_life):
             factor = 0.5 ** (1 / self.half_life)
             weight = factor ** torch.arange(n - 1, -1, -1, dtype=torch.float64)
             state = state.decay(max(factor**n, 1e-300))
         self.moments = state.merge(Moments.observe(phi, y, weight))
-        self._since += n
         if self.window is not None:
             self.held.append((x.clone(), y.clone()))
             self._slide(self.window)
         self.forget_answers()
+        self._noise = noise
 
     def _slide(self, window: int) -> None:
         """Remove the rows that have left the window; now and then sum what is left anew, without rounding."""
@@ -95,7 +101,7 @@ class Trace:
 
     def forget_answers(self, *, search: bool = False) -> None:
         """Make the posterior anew when next asked, and with `search` its precisions from scratch, too."""
-        self._posterior = None
+        self._posterior = self._noise = None
         if search:
             self._precisions = None
 
@@ -107,19 +113,21 @@ class Trace:
         mean, white = base.mean(phi), torch.linalg.solve_triangular(base.factor, phi.mT, upper=False)
         leverage, noise, freedom = white.square().sum(0), base.noise, base.freedom
         if len(y):
-            correction = self._correction
-            correction.extend(base, recent, y, self.half_life)
-            shift, less, noise, freedom = correction.apply(base, phi, self.half_life)
+            self._correction.extend(base, recent, y, self.half_life)
+            noise, freedom = self._correction.noise(base, self.half_life)
+            shift, less = self._correction.apply(phi)
             mean, leverage = mean + shift, (leverage - less).clamp(min=0.0)
             leverage = leverage * 2.0 ** (len(y) / self.half_life)
         return Answer(mean, noise + leverage[:, None] * noise, freedom)
 
     def _base(self) -> Posterior:
+        """The posterior of the moments; its precisions are searched again when many more rows have come."""
         if self._posterior is None:
-            due = self._since >= max(FEW, GROWTH * self._searched)
-            if due or self._precisions is None:
+            if self._noise is not None and self._precisions is not None:
+                found = _refactored(self.moments, self.features.groups, self._precisions, *self._noise)
+            else:
+                found = posterior(self.moments, self.features.groups, self._precisions)
                 self._searched, self._since = float(self.moments.count), 0
-            found = posterior(self.moments, self.features.groups, self._precisions)
             self._posterior, self._precisions = found, found.precisions
             self._correction = _Correction()
         return self._posterior
@@ -129,6 +137,11 @@ class Trace:
         found = self._precisions or {}
         made = {**self.moments.tensors(), "precisions": torch.tensor([*found.values()], dtype=torch.float64)}
         made["searched"] = torch.tensor([self._searched, self._since], dtype=torch.float64)
+        known = self._noise
+        if self._posterior is not None:
+            known = self._posterior.noise, self._posterior.freedom
+        if known is not None:
+            made["noise"], made["freedom"] = known[0], torch.tensor(known[1], dtype=torch.float64)
         if self.held:
             made["x"], made["y"] = (torch.cat(parts) for parts in zip(*self.held, strict=True))
         return made
@@ -145,6 +158,20 @@ class Trace:
         self._searched, self._since = searched, int(since)
         self.held = deque([(tensors["x"], tensors["y"])] if "x" in tensors else [])
         self.forget_answers()
+        if "noise" in tensors:
+            self._noise = tensors["noise"], float(tensors["freedom"])
+
+
+def _refactored(
+    moments: Moments, groups: dict[str, slice], precisions: dict[str, float], noise: Tensor, freedom: float
+) -> Posterior:
+    """The posterior at known precisions and noise: one factorisation."""
+    added = moments.gram.new_empty(moments.width)
+    for name, group in groups.items():
+        added[group] = precisions[name]
+    factor = torch.linalg.cholesky(moments.gram + added.diag())
+    weights = torch.cholesky_solve(moments.cross, factor)
+    return Posterior(weights, factor, noise, freedom, precisions, float("nan"))
 
 
 class _Correction:
@@ -154,6 +181,7 @@ class _Correction:
         self.solved: list[Tensor] = []  # S times the features of each row, blocks of (rows, p)
         self.kernel = torch.zeros(0, 0, dtype=torch.float64)
         self.errors = torch.zeros(0, 0, dtype=torch.float64)
+        self.factor = self.white = self.errors
 
     def extend(self, base: Posterior, phi: Tensor, y: Tensor, half_life: float) -> None:
         """Take the rows of `phi`, `y` (r, ...) beyond those already here; later rows count more."""
@@ -171,20 +199,24 @@ class _Correction:
         self.kernel = kernel
         self.errors = torch.cat([self.errors, error]) if had else error
 
-    def apply(self, base: Posterior, phi: Tensor, half_life: float) -> tuple[Tensor, Tensor, Tensor, float]:
-        """Change of the mean, reduction of the leverage, the noise's new variance and the new freedom."""
+    def noise(self, base: Posterior, half_life: float) -> tuple[Tensor, float]:
+        """Variance of the noise and degrees of freedom, given the rows, too."""
         r = len(self.kernel)
-        factor = torch.linalg.cholesky(self.kernel + torch.eye(r, dtype=torch.float64))
-        white = torch.linalg.solve_triangular(factor, self.errors, upper=False)
-        if len(self.solved) > 8:  # joined now and then: one product instead of many
-            self.solved = [torch.cat(self.solved)]
-        across = torch.cat([block @ phi.mT for block in self.solved])  # (r, n)
-        whitened = torch.linalg.solve_triangular(factor, across, upper=False)
+        self.factor = torch.linalg.cholesky(self.kernel + torch.eye(r, dtype=torch.float64))
+        self.white = torch.linalg.solve_triangular(self.factor, self.errors, upper=False)
         rises = 2.0 ** (torch.arange(1, r + 1, dtype=torch.float64) / half_life)
         shape = base.freedom / 2
         more = shape + float(rises.sum()) / 2
-        noise = (base.noise * shape + white.square().sum(0) / 2) / more
-        return whitened.mT @ white, whitened.square().sum(0), noise, 2 * more * 0.5 ** (r / half_life)
+        noise = (base.noise * shape + self.white.square().sum(0) / 2) / more
+        return noise, 2 * more * 0.5 ** (r / half_life)
+
+    def apply(self, phi: Tensor) -> tuple[Tensor, Tensor]:
+        """Change of the mean, (n, k), and reduction of the leverage, (n,); after `noise`."""
+        if len(self.solved) > 8:  # joined now and then: one product instead of many
+            self.solved = [torch.cat(self.solved)]
+        across = torch.cat([block @ phi.mT for block in self.solved])  # (r, n)
+        whitened = torch.linalg.solve_triangular(self.factor, across, upper=False)
+        return whitened.mT @ self.white, whitened.square().sum(0)
 
 
 def _padded(y: Tensor, targets: int) -> Tensor:
