@@ -104,8 +104,8 @@ class Memory:
             if len(self.traces) > 1 and self.seen:
                 self._judge(rows, targets)
             self._last = None
-            if self._waiting + len(rows) > RECENT:
-                self.fold()
+            if len(rows) > RECENT // 2 or self._waiting + len(rows) > RECENT:
+                self.fold()  # older rows first
             if len(rows) > RECENT // 2:
                 phi = self.features(rows)
                 for trace in self.traces:
