@@ -64,6 +64,9 @@ class Columns:
     def of(text: str) -> "Columns":
         """The columns that `text` was made of."""
         found = json.loads(text)
+        unknown = {column["kind"] for column in found} - FREEZE.keys()
+        if unknown:
+            raise ValueError(f"holds columns of unknown kinds {sorted(unknown)}")
         lists = ("levels", "shares")
         return Columns(tuple(Column(**{**c, **{key: tuple(c[key]) for key in lists}}) for c in found))
 

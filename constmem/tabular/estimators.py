@@ -140,11 +140,11 @@ class StreamingClassifier(ClassifierMixin, StreamingEstimator):  # type: ignore[
         wider = _extended(order, labels)
         if declared and len(wider) > len(order):
             raise ValueError(
-                f"y holds {wider[len(order)]!r}, which is none of the classes given at first, "
+                f"y holds {wider.tolist()[len(order)]!r}, which is none of the classes given at first, "
                 f"{order.tolist()}: give all of them at first, or none"
             )
         learner = self.learner_ if known else self._new_learner()
-        if len(wider) > learner.targets and learner.seen:
+        if len(wider) > learner.targets and (learner.seen or learner.frozen):
             learner.check(frame)  # before anything changes
             learner.widen(len(wider))
         self._take(learner, frame, _one_hot(labels, wider), freeze=False)
@@ -196,7 +196,7 @@ class StreamingClassifier(ClassifierMixin, StreamingEstimator):  # type: ignore[
         frame, labels = self._given(X, y)
         wider = _extended(self._order, labels)
         if len(wider) > len(self._order):
-            raise ValueError(f"class {wider[-1]!r} was never learned: remove only rows that were")
+            raise ValueError(f"class {wider.tolist()[-1]!r} was never learned: remove only rows that were")
         self.learner_.remove(frame, _one_hot(labels, self._order))
         return self
 

@@ -150,8 +150,9 @@ class Memory:
         """One answer for each horizon."""
         if self._last is not None and torch.equal(self._last[0], x):
             return self._last[1]
-        if any(float(trace.moments.count) == 0.0 for trace in self.traces):
-            self.fold()
+        for i, trace in enumerate(self.traces):
+            if trace.searches:  # of all rows, so that it does not matter which of them wait
+                self._fold_one(i)
         phi, recent = self.features(x), self._features_of_waiting()
         y = self._y[: self._waiting]
         folded = zip(self.traces, self._folded, strict=True)

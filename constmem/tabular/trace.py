@@ -49,6 +49,11 @@ class Trace:
         return int(max(1, min(RECENT, memory)))
 
     @property
+    def searches(self) -> bool:
+        """Whether the next answer begins with a search of precisions."""
+        return self._posterior is None and (self._noise is None or self._precisions is None)
+
+    @property
     def nbytes(self) -> int:
         """Bytes remembered: moments, and the rows of a window."""
         return self.moments.nbytes + sum(x.nbytes + y.nbytes for x, y in self.held)
@@ -123,7 +128,7 @@ class Trace:
     def _base(self) -> Posterior:
         """The posterior of the moments; its precisions are searched again when many more rows have come."""
         if self._posterior is None:
-            if self._noise is not None and self._precisions is not None:
+            if self._noise and self._precisions:
                 found = _refactored(self.moments, self.features.groups, self._precisions, *self._noise)
             else:
                 found = posterior(self.moments, self.features.groups, self._precisions)
