@@ -13,10 +13,12 @@ from torch import Tensor
 
 from constmem.core.moments import Moments
 from constmem.tabular.answers import Answer
+from constmem.tabular.echo import Echo
 from constmem.tabular.features import Features
 from constmem.tabular.trace import RECENT, Trace
 
 HORIZONS = (100.0, 1000.0, 10_000.0, inf)  # half-lives that "auto" mixes
+ECHOES = (10.0, 30.0)  # and those so short that their rows are kept
 LATELY = 100.0  # half-life of the scores it mixes them by, in rows
 PIECE = 4096  # rows folded at once
 JUDGED = 256  # rows predicted, then folded, where horizons compete
@@ -30,6 +32,7 @@ class Forgetting:
     """How old rows lose their weight: half-lives of the copies that are kept, or a window of rows."""
 
     half_lives: tuple[float, ...] = (inf,)
+    echoes: tuple[float, ...] = ()
     window: int | None = None
 
     @staticmethod
@@ -38,7 +41,7 @@ class Forgetting:
         if forget is None:
             return Forgetting()
         if forget == "auto":
-            return Forgetting(HORIZONS)
+            return Forgetting(HORIZONS, ECHOES)
         if isinstance(forget, str) and forget.startswith("window:"):
             rows = forget.removeprefix("window:")
             if rows.isdecimal() and int(rows) >= 1:
@@ -68,10 +71,12 @@ class Memory:
     ) -> None:
         self.features, self.forgetting, self._likelihood = features, forgetting, likelihood
         empty = Moments.empty(features.width, targets)
-        self.traces = [
+        traces = [
             Trace(empty, features, half_life=half_life, window=forgetting.window)
             for half_life in forgetting.half_lives
         ]
+        echoes = [Echo(traces[0], targets, width, half_life=half_life) for half_life in forgetting.echoes]
+        self.traces: list[Trace | Echo] = [*traces, *echoes]
         self.scores = np.zeros(len(self.traces))
         self.seen = 0
         self._x, self._y = (torch.zeros(RECENT, n, dtype=torch.float64) for n in (width, targets))
@@ -177,9 +182,7 @@ class Memory:
         """Take over what another one remembers, its targets moved to these places among ours."""
         other.fold()
         for mine, its in zip(self.traces, other.traces, strict=True):
-            old, cross, square = its.moments, mine.moments.cross.clone(), mine.moments.square.clone()
-            cross[:, places], square[places] = old.cross, old.square
-            mine.moments = Moments(old.gram, cross, square, old.count)
+            mine.take(its, places)  # type: ignore[arg-type]  # traces of traces, echoes of echoes
         self.scores, self.seen = other.scores.copy(), other.seen
 
     def merge(self, other: "Memory") -> None:
@@ -194,8 +197,7 @@ class Memory:
         self.scores = (self.scores * self.seen + other.scores * other.seen) / total
         self.seen, self._last = self.seen + other.seen, None
         for mine, its in zip(self.traces, other.traces, strict=True):
-            mine.moments = mine.moments.merge(its.moments)
-            mine.forget_answers(search=True)
+            mine.merge(its)  # type: ignore[arg-type]
 
     def remove(self, x: Float[Tensor, "n d"], y: Float[Tensor, "n k"]) -> None:
         """Undo having learned these rows."""
@@ -203,6 +205,7 @@ class Memory:
             raise ValueError("rows that lose weight with time cannot be removed exactly: use forget=None")
         self.fold()
         (trace,) = self.traces
+        assert isinstance(trace, Trace)
         trace.moments = trace.moments.remove(Moments.observe(self.features(x), y))
         trace.forget_answers()
         self.seen, self._last = self.seen - len(x), None
@@ -217,14 +220,11 @@ class Memory:
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Take what `tensors` gave in place of all that is remembered."""
-        targets = None
         for i, trace in enumerate(self.traces):
             start = f"{i}."
             trace.restore({n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)})
-            targets = trace.moments.targets
         self.scores, self.seen, self._last = tensors["scores"].numpy().copy(), int(tensors["seen"]), None
-        if targets is not None:
-            self._y = torch.zeros(RECENT, targets, dtype=torch.float64)
+        self._y = torch.zeros(RECENT, tensors["0.cross"].shape[-1], dtype=torch.float64)
 
 
 def _cut(t: Tensor, size: int) -> Iterator[Tensor]:

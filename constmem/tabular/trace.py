@@ -100,9 +100,23 @@ class Trace:
 
     def widen(self, targets: int) -> None:
         """Take more targets; of the rows so far they were zero."""
-        self.moments = widened(self.moments, targets)
-        self.held = deque((x, _padded(y, targets)) for x, y in self.held)
+        old = self.moments
+        more = padded(old.cross, targets), padded(old.square, targets)
+        self.moments = Moments(old.gram, *more, old.count)
+        self.held = deque((x, padded(y, targets)) for x, y in self.held)
         self.forget_answers()
+
+    def merge(self, other: "Trace") -> None:
+        """Take what another trace of the same features has seen."""
+        self.moments = self.moments.merge(other.moments)
+        self.forget_answers(search=True)
+
+    def take(self, other: "Trace", places: list[int]) -> None:
+        """Take over another one's moments, its targets moved to these places among ours."""
+        old, cross, square = other.moments, self.moments.cross.clone(), self.moments.square.clone()
+        cross[:, places], square[places] = old.cross, old.square
+        self.moments = Moments(old.gram, cross, square, old.count)
+        self.forget_answers(search=True)
 
     def forget_answers(self, *, search: bool = False) -> None:
         """Make the posterior anew when next asked, and with `search` its precisions from scratch, too."""
@@ -114,7 +128,7 @@ class Trace:
         self, phi: Float[Tensor, "n p"], recent: Float[Tensor, "r p"], y: Float[Tensor, "r k"]
     ) -> Answer:
         """The answer to rows, given the moments and rows that wait."""
-        base = self._base()
+        base = self.base()
         mean, white = base.mean(phi), torch.linalg.solve_triangular(base.factor, phi.mT, upper=False)
         leverage, noise, freedom = white.square().sum(0), base.noise, base.freedom
         if len(y):
@@ -125,7 +139,7 @@ class Trace:
             leverage = leverage * 2.0 ** (len(y) / self.half_life)
         return Answer(mean, noise + leverage[:, None] * noise, freedom)
 
-    def _base(self) -> Posterior:
+    def base(self) -> Posterior:
         """The posterior of the moments; its precisions are searched again when many more rows have come."""
         if self._posterior is None:
             if self._noise and self._precisions:
@@ -224,11 +238,6 @@ class _Correction:
         return whitened.mT @ self.white, whitened.square().sum(0)
 
 
-def _padded(y: Tensor, targets: int) -> Tensor:
+def padded(y: Tensor, targets: int) -> Tensor:
+    """More targets, which are zero."""
     return torch.nn.functional.pad(y, (0, targets - y.shape[-1]))
-
-
-def widened(moments: Moments, targets: int) -> Moments:
-    """The same moments with more targets, which were zero in every row."""
-    more = _padded(moments.cross, targets), _padded(moments.square, targets)
-    return Moments(moments.gram, *more, moments.count)

@@ -1,5 +1,6 @@
 """Memories that forget: what they remember, and what they answer, against plain sums."""
 
+import itertools
 from math import inf
 
 import numpy as np
@@ -9,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from constmem.tabular.answers import Answer, mixed_mean
+from constmem.tabular.echo import LIVES
 from constmem.tabular.features import Features
 from constmem.tabular.forgetting import HORIZONS, Forgetting, Memory
-from constmem.tabular.trace import RECENT
+from constmem.tabular.trace import RECENT, Trace
 
 WAYS = {"all": None, "half-life": 40.0, "window": "window:70", "auto": "auto"}
 
@@ -49,7 +51,8 @@ def test_moments_are_the_weighted_sums_of_all_rows_however_they_came(
         memory.learn(x[start:stop], y[start:stop])
     memory.fold()
     phi, targets = memory.features(x).numpy(), y.numpy()
-    for trace, weight in zip(memory.traces, _weights(WAYS[way], 700), strict=True):
+    traces = [trace for trace in memory.traces if isinstance(trace, Trace)]
+    for trace, weight in zip(traces, _weights(WAYS[way], 700), strict=True):
         gram, cross = (phi * weight[:, None]).T @ phi, (phi * weight[:, None]).T @ targets
         np.testing.assert_allclose(trace.moments.gram.numpy(), gram, rtol=1e-9, atol=1e-9)
         np.testing.assert_allclose(trace.moments.cross.numpy(), cross, rtol=1e-9, atol=1e-9)
@@ -115,14 +118,38 @@ def test_horizons_are_mixed_by_how_well_they_predict() -> None:
     for start in range(0, 2000, 100):
         memory.learn(x[start : start + 100], y[start : start + 100])
     steady = memory.weights
-    assert steady[0] < 0.2  # nothing changes: a hundred rows are too few
+    assert steady[[0, 4, 5]].sum() < 0.2  # nothing changes: a hundred rows are too few
     for start in range(2000, 2300, 20):
         memory.learn(x[start : start + 20], -y[start : start + 20])
-    assert memory.weights[:2].sum() > 0.9  # everything has changed
+    assert memory.weights[2:4].sum() < 0.1  # everything has changed
     answers, now = memory.answers(x[:99]), -y[:99].numpy()
     error = np.abs(mixed_mean(answers, memory.weights) - now).mean()
-    assert error < np.abs(answers[-1].mean.numpy() - now).mean() / 2  # that of all rows
+    assert error < np.abs(answers[3].mean.numpy() - now).mean() / 2  # that of all rows
     assert memory.weights.sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("cuts", [(0, 300), (0, 5, 6, 7, 100, 300), (0, 290, 295, 299, 300)])
+def test_an_echo_answers_as_the_weighted_posterior_of_its_rows(cuts: tuple[int, ...]) -> None:
+    memory, (x, y), (asked, _) = _memory("auto"), _rows(300), _rows(20, seed=5)
+    for start, stop in itertools.pairwise(cuts):
+        memory.learn(x[start:stop], y[start:stop])
+        memory.answers(asked)
+    elder, echo = memory.traces[0], memory.traces[-1]
+    answer = memory.answers(asked)[-1]
+    kept = slice(300 - int(LIVES * echo.half_life), 300)
+    phi, query = memory.features(x[kept]).numpy(), memory.features(asked).numpy()
+    weight, targets = 0.5 ** (np.arange(len(phi) - 1, -1, -1) / echo.half_life), y[kept].numpy()
+    groups = memory.features.groups
+    precisions = [elder.base().precisions[name] for name in groups]
+    added = np.repeat(precisions, [group.stop - group.start for group in groups.values()])
+    inverse = np.linalg.inv((phi * weight[:, None]).T @ phi + np.diag(added))
+    coefficients = inverse @ (phi * weight[:, None]).T @ targets
+    np.testing.assert_allclose(answer.mean.numpy(), query @ coefficients, rtol=1e-6, atol=1e-7)
+    left = (weight @ targets**2)[0] - (targets.T * weight @ phi @ coefficients).item()
+    noise = (float(elder.base().noise) + left) / (1 + weight.sum())
+    leverage = np.einsum("np,pq,nq->n", query, inverse, query)
+    np.testing.assert_allclose(answer.variance.numpy()[:, 0], noise * (1 + leverage), rtol=1e-6)
+    assert answer.freedom == pytest.approx(1 + weight.sum())
 
 
 @pytest.mark.parametrize("way", WAYS)
