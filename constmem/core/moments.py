@@ -174,8 +174,8 @@ class Moments:
     def _fits(self, other: "Moments") -> None:
         if self.cross.shape != other.cross.shape:
             raise ValueError(
-                f"moments of shape {tuple(self.cross.shape)} and {tuple(other.cross.shape)} (batch, features, "
-                "targets) are of different models: observe both with the same features"
+                f"moments of shape {tuple(self.cross.shape)} and {tuple(other.cross.shape)} (batch, p, k) "
+                "differ: observe both with the same features"
             )
 
     def _is_of_rows(self, before: "Moments") -> bool:
@@ -195,11 +195,11 @@ def _of_chunk(phi: Tensor, y: Tensor, weight: Tensor | None) -> Moments:
     """Sums over one chunk of rows, in float64: one of float32 is not positive definite."""
     weighted = phi if weight is None else phi * weight[..., None].double()
     p = phi.shape[-1]
-    gram = phi.new_empty(*phi.shape[:-2], p, p)
+    gram = phi.new_zeros(*phi.shape[:-2], p, p)
     for start in range(0, p, BLOCK):
         rows = slice(start, start + BLOCK)
         gram[..., rows, start:] = weighted[..., rows].mT @ phi[..., start:]
-        gram[..., start:, rows] = gram[..., rows, start:].mT
+    gram = gram.triu() + gram.triu(1).mT
     squares = y.square() if weight is None else y.square() * weight[..., None].double()
     count = phi.new_full(phi.shape[:-2], phi.shape[-2]) if weight is None else weight.double().sum(-1)
     return Moments(gram, weighted.mT @ y, squares.sum(-2), count)

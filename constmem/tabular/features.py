@@ -3,101 +3,136 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-SIZE = 768
-CLIP = 4.0  # deviations
+from constmem.tabular.kernel import Kernel
+from constmem.tabular.trees import grow, leaves
+
+SIZE = 770
+WARM = 2048  # rows that inducing points and lengths are chosen among
+FEWEST = 8  # rows that lengths can be learned from
+CLIP = 4.0  # deviations: what lies further out is no further from anything
 KNOTS = 64  # quantiles kept of each column
+TREES, DEPTH, GROWN = 8, 4, 1024  # on how many rows: leaves that have seen all targets promise too much
+RANK = 3.0**0.5  # ranks are spread evenly over -RANK to RANK: one deviation wide, as the columns are
 
 
 @dataclass(frozen=True, eq=False)
 class Features:
     """Features of rows in groups, frozen after a warm-up: the same rows always give the same features.
 
-    Groups: the constant, the columns themselves, their ranks, Fourier features at several length scales,
-    soft and hard conjunctions of thresholds.
+    The constant; the columns; their ranks in the warm-up; a kernel's inducing points, whitened, so that
+    inner products of features are the kernel's; leaves of trees.
+
+    Attributes:
+        centre, scale: mean and deviation of each column.
+        knots: quantiles of each column, in deviations.
+        rates, share: of the kernel.
+        points: the inducing points, in deviations.
+        columns, thresholds: that trees test, level by level.
+
+    Example:
+        >>> x = torch.randn(50, 3, dtype=torch.float64)
+        >>> features = Features.anchor(x, seed=0)
+        >>> torch.equal(features(x[:7]), features(x)[:7])
+        True
     """
 
     centre: Float[Tensor, " d"]
     scale: Float[Tensor, " d"]
     knots: Float[Tensor, "d q"]
-    waves: Float[Tensor, "f d"]
-    phases: Float[Tensor, " f"]
-    columns: Tensor
-    thresholds: Tensor
-    signs: Tensor
-    sharpness: Tensor
-    sizes: Tensor
+    rates: Float[Tensor, "2 e"]
+    share: Float[Tensor, ""]
+    points: Float[Tensor, "m d"]
+    columns: Int[Tensor, "t l"]
+    thresholds: Float[Tensor, "t l"]
+
+    def __post_init__(self) -> None:
+        where = self._coordinates(self.points)
+        whitener = Kernel(self.rates, self.share).whitener(where)
+        object.__setattr__(self, "_induced", (where, whitener))  # made of the rest: not remembered
 
     @staticmethod
     def anchor(
         x: Float[Tensor, "n d"], y: Float[Tensor, "n k"] | None = None, *, seed: int = 0, size: int = SIZE
     ) -> "Features":
-        """Features of about `size` numbers a row, whose scales and thresholds come from warm-up rows."""
-        x = x.double()
-        n, d = x.shape
+        """Features of at most about `size` numbers a row, made by warm-up rows.
+
+        Args:
+            x: rows without missing or infinite values, at least one; of many, some are drawn.
+            y: their targets; without them lengths are the usual ones, and no trees are grown.
+        """
+        if not len(x) or not x.shape[1]:
+            raise ValueError(f"features need a row and a column at least, not {tuple(x.shape)}")
         random = torch.Generator().manual_seed(seed)
+        rows = torch.randperm(len(x), generator=random)[:WARM]
+        x = x[rows].double()
+        d = x.shape[1]
         centre, scale = x.mean(0), x.std(0, correction=0)
-        scale = torch.where(scale > 1e-12 * (1 + centre.abs()), scale, torch.ones_like(scale))
+        scale = torch.where(scale > 1e-9 * centre.abs() + 1e-300, scale, 1.0)
         z = (x - centre) / scale
         knots = torch.quantile(z, torch.linspace(0, 1, KNOTS, dtype=torch.float64), 0).mT.contiguous()
-        left = max(size - 1 - 2 * d, 64)
-        f = left // 8  # of each of four Fourier groups
-        h = (left - 4 * f) // 2
-        normal = torch.randn(4 * f, d, generator=random, dtype=torch.float64) / d**0.5
-        lengths = torch.tensor([0.3, 0.7, 2.0, 0.3], dtype=torch.float64).repeat_interleave(f)
-        waves = normal / lengths[:, None]
-        phases = torch.rand(4 * f, generator=random, dtype=torch.float64) * 2 * torch.pi
-        order = torch.randint(1, 5, (2 * h,), generator=random)
-        columns = torch.randint(0, d, (2 * h, 4), generator=random)
-        at = torch.randint(0, n, (2 * h, 4), generator=random)
-        thresholds = z[at, columns]
-        signs = torch.randint(0, 2, (2 * h, 4), generator=random) * 2.0 - 1.0
-        signs = torch.where(torch.arange(4) < order[:, None], signs, 0.0).double()
-        sharpness = torch.cat([torch.full((h,), 4.0), torch.full((h,), torch.inf)]).double()
-        sizes = torch.tensor([1, d, d, f, f, f, f, h, h])
-        return Features(centre, scale, knots, waves, phases, columns, thresholds, signs, sharpness, sizes)
+        u = _coordinates(z, knots)
+        kernel, tests = Kernel.usual(d), (torch.zeros(0, DEPTH).long(), torch.zeros(0, DEPTH).double())
+        if y is not None and len(x) >= FEWEST:
+            y = y[rows].double()
+            y = (y - y.mean(0)) / y.var(0, correction=0).mean().sqrt().clamp(min=1e-12)
+            kernel = Kernel.learned(u, y, random)
+            tests = grow(z[:GROWN], y[:GROWN], count=TREES, depth=DEPTH)
+        room = max(size - 1 - 2 * d - len(tests[0]) * 2**DEPTH, 64)
+        points = z[kernel.inducing(u, room)]
+        return Features(centre, scale, knots, kernel.rates, kernel.share, points, *tests)
+
+    def __call__(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n p"]:
+        """Features of rows, in float64."""
+        z = (x.double() - self.centre) / self.scale
+        u = self._coordinates(z)
+        where, whitener = self._induced  # type: ignore[attr-defined]
+        kernel = Kernel(self.rates, self.share)(u, where) @ whitener
+        ranks = u[:, z.shape[1] :]
+        return torch.cat(
+            [torch.ones_like(z[:, :1]), z, ranks, kernel, leaves(z, self.columns, self.thresholds)], 1
+        )
 
     @property
     def groups(self) -> dict[str, slice]:
         """Which features belong together, by name."""
-        names = "constant raw rank short middle long rank_waves soft hard".split()
-        stops = self.sizes.cumsum(0).tolist()
-        return {n: slice(b - s, b) for n, b, s in zip(names, stops, self.sizes.tolist(), strict=True)}
+        d, trees = len(self.centre), len(self.columns) * 2**DEPTH
+        sizes = {"constant": 1, "columns": d, "ranks": d, "kernel": len(self.points), "trees": trees}
+        made, start = {}, 0
+        for name, size in sizes.items():
+            if size:
+                made[name] = slice(start, start + size)
+            start += size
+        return made
 
     @property
     def width(self) -> int:
         """Number of features."""
-        return int(self.sizes.sum())
+        return max(group.stop for group in self.groups.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all it is made of."""
+        """Bytes of all that must be remembered."""
         return sum(t.nbytes for t in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
         """All it is made of, by name."""
-        return dict(vars(self))
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @staticmethod
     def of(tensors: dict[str, Tensor]) -> "Features":
         """The features made of what `tensors` gave."""
         return Features(**tensors)
 
-    def __call__(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n p"]:
-        """Features of rows, in float64."""
-        z = (x.double() - self.centre) / self.scale
-        right = torch.searchsorted(self.knots, z.mT.contiguous(), right=True)
-        lower = torch.searchsorted(self.knots, z.mT.contiguous())
-        rank = ((right + lower).mT.double() / self.knots.shape[1] - 1.0) * 1.7
-        f = len(self.phases) // 4 * 3
-        clipped = z.clamp(-CLIP, CLIP)
-        angles = torch.cat([clipped @ self.waves[:f].mT, rank @ self.waves[f:].mT], 1) + self.phases
-        gap = (z[:, self.columns] - self.thresholds) * self.signs
-        h = len(self.sharpness) // 2
-        soft = (gap[:, :h] * 4.0).sigmoid()
-        hard = (gap[:, h:] > 0).double()
-        both = torch.cat([soft, hard], 1)
-        both = torch.where(self.signs == 0, 1.0, both).prod(-1)
-        return torch.cat([torch.ones_like(z[:, :1]), z, rank, angles.cos() * 2**0.5, both], 1)
+    def _coordinates(self, z: Tensor) -> Tensor:
+        return _coordinates(z, self.knots)
+
+
+def _coordinates(z: Tensor, knots: Tensor) -> Tensor:
+    """Where rows lie for the kernel: columns, clipped, and their ranks in the warm-up, (n, 2 d)."""
+    across = z.mT.contiguous()
+    below = torch.searchsorted(knots, across) + torch.searchsorted(knots, across, right=True)
+    ranks = (below.mT.double() / knots.shape[1] - 1.0) * RANK
+    return torch.cat([z.clamp(-CLIP, CLIP), ranks], 1)
