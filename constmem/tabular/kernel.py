@@ -12,6 +12,7 @@ STEPS = 40
 RATE = 0.15
 HASTE = 4.0  # how much faster variances move at the end, when the lengths are nearly right
 JITTER = 1e-9
+DISTINCT = 1e-6  # variance that a further inducing point must add: more than rounded distances hide
 CONSTANT = 10.0  # variance of the constant
 PARTS = log(0.75), log(0.25), log(0.35), log(0.1)  # variances: smooth, rough, linear, noise
 
@@ -74,7 +75,7 @@ class Kernel:
         chosen = []
         for j in range(factor.shape[1]):
             row = int(left.argmax())
-            if left[row] < JITTER:  # the others are copies, or nearly
+            if left[row] < DISTINCT:  # the others are copies, or nearly
                 break
             column = self(u, u[row : row + 1])[:, 0] - factor[:, :j] @ factor[row, :j]
             factor[:, j] = column / left[row].sqrt()
