@@ -22,7 +22,7 @@ class _River(base.Estimator):
     _kind: type[StreamingEstimator]
 
     def __init__(
-        self, forget: float | str | None = None, warmup: int = 256, size: int | None = None, seed: int = 0
+        self, forget: float | str | None = None, warmup: int = 1024, size: int | None = None, seed: int = 0
     ) -> None:
         self.forget = forget
         self.warmup = warmup

@@ -36,7 +36,7 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
     learner_: Learner
 
     def __init__(
-        self, *, forget: Any = None, warmup: int = 256, size: int | None = None, random_state: Any = 0
+        self, *, forget: Any = None, warmup: int = 1024, size: int | None = None, random_state: Any = 0
     ) -> None:
         self.forget = forget
         self.warmup = warmup

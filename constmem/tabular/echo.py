@@ -69,6 +69,12 @@ class Echo:
         noise = (base.noise + white.square().sum(0)) / freedom
         return Answer(across.mT @ white, noise * (1 + leverage.clamp(min=0.0)[:, None]), freedom)
 
+    def mean(
+        self, phi: Float[Tensor, "n p"], recent: Float[Tensor, "r p"], y: Float[Tensor, "r k"]
+    ) -> Float[Tensor, "n k"]:
+        """The means of the answer alone."""
+        return self.answer(phi, recent, y).mean
+
     def _precisions(self) -> Tensor:
         made = torch.empty(self._phi.shape[1], dtype=torch.float64)
         for name, group in self.elder.features.groups.items():

@@ -75,9 +75,11 @@ class StreamingRegressor(RegressorMixin, StreamingEstimator):  # type: ignore[mi
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """Predicted means, and with `return_std` their standard deviations, noise included."""
+        if not return_std:
+            check_is_fitted(self)
+            return self._shaped(self.learner_.means(frame_of(X)))
         answers, weights = self._answers(X)
-        mean = self._shaped(mixed_mean(answers, weights))
-        return (mean, self._shaped(mixed_deviation(answers, weights))) if return_std else mean
+        return self._shaped(mixed_mean(answers, weights)), self._shaped(mixed_deviation(answers, weights))
 
     def predict_quantiles(
         self, X: Any, quantiles: Sequence[float] = (0.05, 0.5, 0.95)

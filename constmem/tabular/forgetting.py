@@ -155,15 +155,22 @@ class Memory:
         """One answer for each horizon."""
         if self._last is not None and torch.equal(self._last[0], x):
             return self._last[1]
+        found = [trace.answer(*given) for trace, *given in self._asked(x)]
+        self._last = (x, found) if len(x) <= RECENT else None
+        return found
+
+    def means(self, x: Float[Tensor, "n d"]) -> list[Tensor]:
+        """The means of each horizon's answer alone."""
+        return [trace.mean(*given) for trace, *given in self._asked(x)]
+
+    def _asked(self, x: Tensor) -> Iterator[tuple[Trace | Echo, Tensor, Tensor, Tensor]]:
+        """Each trace with the features of the rows asked, and the rows that it has still to fold."""
         for i, trace in enumerate(self.traces):
             if trace.searches:  # of all rows, so that it does not matter which of them wait
                 self._fold_one(i)
-        phi, recent = self.features(x), self._features_of_waiting()
-        y = self._y[: self._waiting]
-        folded = zip(self.traces, self._folded, strict=True)
-        found = [trace.answer(phi, recent[done:], y[done:]) for trace, done in folded]
-        self._last = (x, found) if len(x) <= RECENT else None
-        return found
+        phi, recent, y = self.features(x), self._features_of_waiting(), self._y[: self._waiting]
+        for trace, done in zip(self.traces, self._folded, strict=True):
+            yield trace, phi, recent[done:], y[done:]
 
     def _judge(self, x: Tensor, y: Tensor) -> None:
         """Score every horizon by what it would have said of rows that are about to be learned."""

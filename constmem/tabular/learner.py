@@ -14,12 +14,13 @@ from constmem.tabular.answers import Answer, Weights
 from constmem.tabular.columns import Columns, refuse_infinite
 from constmem.tabular.encodings import center_and_scale
 from constmem.tabular.features import SIZE, Features
-from constmem.tabular.forgetting import Forgetting, Memory
+from constmem.tabular.forgetting import PIECE, Forgetting, Memory
 from constmem.tabular.frames import Frame, aligned, beside, concatenated
 
 ANCHORS = 8192  # rows that features are anchored in, at most
-ROWS = 1024  # answered or encoded at once
+ROWS = 1024  # answered at once
 FIRST = 64  # features while there are few rows
+ENOUGH = 128  # rows whose targets may shape features; of fewer they would promise too much
 
 
 class Learner:
@@ -38,7 +39,7 @@ class Learner:
         *,
         discrete: bool,
         forgetting: Forgetting,
-        warmup: int = 256,
+        warmup: int = 1024,
         size: int = SIZE,
         seed: int = 0,
     ) -> None:
@@ -88,9 +89,8 @@ class Learner:
         rows = np.random.default_rng(self.seed).permutation(len(y))[:ANCHORS]
         rows.sort()
         x = torch.from_numpy(columns(frame.at(rows)))
-        anchored = Features.anchor(
-            x, torch.from_numpy((y[rows] - center) / scale), seed=self.seed, size=self.size
-        )
+        targets = torch.from_numpy((y[rows] - center) / scale) if len(rows) >= ENOUGH else None
+        anchored = Features.anchor(x, targets, seed=self.seed, size=self.size)
         self.start(columns, anchored, center, scale)
 
     def start(self, columns: Columns, features: Features, center: Any, scale: Any) -> None:
@@ -125,9 +125,9 @@ class Learner:
             frame = self.columns.matched(frame)
         if self.columns is None or self.memory is None:
             return
-        for start in range(0, len(y), ROWS):
-            rows = frame.rows(start, start + ROWS)
-            self.memory.learn(torch.from_numpy(self.columns(rows)), self._inside(y[start : start + ROWS]))
+        for start in range(0, len(y), PIECE):
+            rows = frame.rows(start, start + PIECE)
+            self.memory.learn(torch.from_numpy(self.columns(rows)), self._inside(y[start : start + PIECE]))
 
     def check(self, frame: Frame) -> None:
         """Refuse rows that `learn` would refuse."""
@@ -171,6 +171,18 @@ class Learner:
             mean, variance = (torch.cat([getattr(p, of) for p in pieces]) for of in ("mean", "variance"))
             made.append(Answer(mean * scale + center, variance * scale**2, pieces[0].freedom))
         return made, self.memory.weights
+
+    def means(self, frame: Frame) -> Float[np.ndarray, "n k"]:
+        """The means of the answers alone, mixed: far cheaper."""
+        if self.columns is None or self.memory is None:
+            return self._early_learner().means(frame)
+        frame = self.columns.matched(frame)
+        parts = []
+        for start in range(0, len(frame), ROWS):
+            x = torch.from_numpy(self.columns(frame.rows(start, start + ROWS)))
+            means = np.stack([mean.numpy() for mean in self.memory.means(x)])
+            parts.append(np.tensordot(self.memory.weights, means, 1))
+        return np.concatenate(parts) * self.scale + self.center
 
     def _early_learner(self) -> "Learner":
         """A learner of the rows kept so far, made anew whenever there are twice as many."""

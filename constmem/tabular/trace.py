@@ -9,12 +9,13 @@ from torch import Tensor
 
 from constmem.core.moments import Moments
 from constmem.tabular.answers import Answer
-from constmem.tabular.evidence import Posterior, posterior
+from constmem.tabular.evidence import Posterior, at, posterior
 from constmem.tabular.features import Features
 
 RECENT = 128  # rows that may wait; answers correct for them exactly, by a matrix of that size
 GROWTH = 0.5  # precisions are searched again when so many more rows have come
 FEW = 128  # ... but not for fewer than these
+LEAST = 1e-6  # of the noise: a variance is never less, whatever rounding says
 
 
 class Trace:
@@ -129,21 +130,31 @@ class Trace:
     ) -> Answer:
         """The answer to rows, given the moments and rows that wait."""
         base = self.base()
-        mean, white = base.mean(phi), torch.linalg.solve_triangular(base.factor, phi.mT, upper=False)
-        leverage, noise, freedom = white.square().sum(0), base.noise, base.freedom
+        mean, leverage, noise, freedom = base.mean(phi), base.leverage(phi), base.noise, base.freedom
         if len(y):
             self._correction.extend(base, recent, y, self.half_life)
             noise, freedom = self._correction.noise(base, self.half_life)
             shift, less = self._correction.apply(phi)
-            mean, leverage = mean + shift, (leverage - less).clamp(min=0.0)
-            leverage = leverage * 2.0 ** (len(y) / self.half_life)
-        return Answer(mean, noise + leverage[:, None] * noise, freedom)
+            mean, leverage = mean + shift, (leverage - less) * 2.0 ** (len(y) / self.half_life)
+        return Answer(mean, noise * (1 + leverage).clamp(min=LEAST)[:, None], freedom)
+
+    def mean(
+        self, phi: Float[Tensor, "n p"], recent: Float[Tensor, "r p"], y: Float[Tensor, "r k"]
+    ) -> Float[Tensor, "n k"]:
+        """The means of the answer alone: far cheaper."""
+        base = self.base()
+        mean = base.mean(phi)
+        if len(y):
+            self._correction.extend(base, recent, y, self.half_life)
+            self._correction.noise(base, self.half_life)
+            mean = mean + self._correction.apply(phi)[0]
+        return mean
 
     def base(self) -> Posterior:
         """The posterior of the moments; its precisions are searched again when many more rows have come."""
         if self._posterior is None:
             if self._noise and self._precisions:
-                found = _refactored(self.moments, self.features.groups, self._precisions, *self._noise)
+                found = at(self.moments, self.features.groups, self._precisions, *self._noise)
             else:
                 found = posterior(self.moments, self.features.groups, self._precisions)
                 self._searched, self._since = float(self.moments.count), 0
@@ -179,18 +190,6 @@ class Trace:
         self.forget_answers()
         if "noise" in tensors:
             self._noise = tensors["noise"], float(tensors["freedom"])
-
-
-def _refactored(
-    moments: Moments, groups: dict[str, slice], precisions: dict[str, float], noise: Tensor, freedom: float
-) -> Posterior:
-    """The posterior at known precisions and noise: one factorisation."""
-    added = moments.gram.new_empty(moments.width)
-    for name, group in groups.items():
-        added[group] = precisions[name]
-    factor = torch.linalg.cholesky(moments.gram + added.diag())
-    weights = torch.cholesky_solve(moments.cross, factor)
-    return Posterior(weights, factor, noise, freedom, precisions, float("nan"))
 
 
 class _Correction:

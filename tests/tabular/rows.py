@@ -4,7 +4,7 @@ import numpy as np
 
 from constmem.tabular.estimators import StreamingClassifier, StreamingRegressor
 
-SMALL = {"size": 128}
+SMALL = {"size": 128, "warmup": 256}
 
 
 def table(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

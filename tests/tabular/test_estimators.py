@@ -70,13 +70,13 @@ def test_estimators_in_their_warm_up_merge_too(kind: str, sizes: tuple[int, int]
     make, rows = KINDS[kind]
     x, y = rows(sum(sizes))
     first, second = (slice(0, sizes[0]), slice(sizes[0], None))
-    a, b = (make(**SMALL, warmup=200).partial_fit(x[part], y[part]) for part in (first, second))
+    a, b = (make(**(SMALL | {"warmup": 200})).partial_fit(x[part], y[part]) for part in (first, second))
     a.merge(b)
     assert a.learner_.seen == sum(sizes)
     order = np.arange(sum(sizes))
     if sizes[1] > 200:  # the one that was frozen came first
         order = np.roll(order, sizes[1])
-    whole = make(**SMALL, warmup=200).partial_fit(x[order], y[order])
+    whole = make(**(SMALL | {"warmup": 200})).partial_fit(x[order], y[order])
     np.testing.assert_allclose(answers_of(a, x), answers_of(whole, x), rtol=0, atol=1e-6)
 
 
@@ -96,9 +96,9 @@ def test_classes_that_only_one_shard_has_seen_are_merged() -> None:
 def test_rows_one_at_a_time_in_chunks_or_at_once_give_the_same_answers(kind: str) -> None:
     make, rows = KINDS[kind]
     x, y = rows(500)
-    whole = make(**SMALL, warmup=100).partial_fit(x, y)
+    whole = make(**(SMALL | {"warmup": 100})).partial_fit(x, y)
     for size in (1, 33, 250):
-        cut = make(**SMALL, warmup=100)
+        cut = make(**(SMALL | {"warmup": 100}))
         for start in range(0, 500, size):
             cut.partial_fit(x[start : start + size], y[start : start + size])
         np.testing.assert_allclose(answers_of(cut, x), answers_of(whole, x), rtol=0, atol=1e-6)
@@ -151,6 +151,7 @@ def test_intervals_and_quantiles_hold_what_they_say() -> None:
     mean, deviation = estimator.predict(x[2000:2005], return_std=True)
     np.testing.assert_allclose(deviation[:, None], t.std(), rtol=1e-9)
     np.testing.assert_allclose(mean[:, None], t.mean(), rtol=1e-9)
+    np.testing.assert_allclose(estimator.predict(x[2000:2005]), mean, rtol=1e-12)
 
 
 def test_quantiles_of_mixed_horizons_are_those_of_the_mixture() -> None:
@@ -160,6 +161,7 @@ def test_quantiles_of_mixed_horizons_are_those_of_the_mixture() -> None:
         estimator.partial_fit(x[start : start + 50], y[start : start + 50])
     answers, weights = estimator.learner_.answers(_frame(x[:7]))
     assert len(weights) == 6
+    np.testing.assert_allclose(estimator.predict(x), estimator.predict(x, return_std=True)[0], rtol=1e-12)
     made = estimator.predict_quantiles(x[:7], [0.1, 0.8])
     for i, level in enumerate((0.1, 0.8)):
         parts = [stats.t(a.freedom, a.mean[:, 0], a.variance[:, 0].sqrt()).cdf(made[:, i]) for a in answers]
