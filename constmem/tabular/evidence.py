@@ -15,7 +15,9 @@ PRIOR = 0.5, 1e-5  # of the noise: shape of an inverse gamma, and noise in units
 SMALLEST = 1e-9  # mean square of targets that is told from zero
 LARGEST = 23.0  # logarithm of the largest relative precision, and of the inverse of the smallest
 ROUNDING = 1e-15  # of the Gram matrix's trace: added to every precision, since sums are rounded
-STEPS = 12  # of Newton's method, at most
+STEPS = 24  # of Newton's method, at most
+REACH = 4.0, 8.0  # how far a precision's logarithm moves in the first step, and in any, at most
+START = {KERNEL: 0.02}  # relative precisions to begin with, if not 1
 CLOSE = 1e-2  # nats a target: a step that promises less is not made
 
 
@@ -85,18 +87,18 @@ def posterior(
         groups: slices of features by name, which together are all of them.
         start: precisions to begin with, such as those of an earlier posterior.
     """
-    first = torch.tensor([log((start or {}).get(name, 1.0)) for name in groups], dtype=torch.float64)
+    first = torch.tensor([log((start or START).get(name, 1.0)) for name in groups], dtype=torch.float64)
     best = _Fit(moments, groups, first)
     if best.log_evidence == -inf:
         best = _Fit(moments, groups, torch.zeros_like(first))
-    reach = 2.0
+    reach, most = REACH
     for _ in range(STEPS):
         step = best.step(reach)
         if float(step @ best.gradient) < CLOSE * moments.targets or reach < 0.05:
             break
         tried = _Fit(moments, groups, (best.log + step).clamp(-LARGEST, LARGEST))
         if tried.log_evidence > best.log_evidence:
-            best, reach = tried, min(2 * reach, 4.0)
+            best, reach = tried, min(2 * reach, most)
         else:
             reach /= 4
     precisions = dict(zip(groups, best.log.exp().tolist(), strict=True))

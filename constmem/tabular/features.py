@@ -11,10 +11,13 @@ from constmem.tabular.trees import grow, leaves
 
 SIZE = 770
 WARM = 2048  # rows that inducing points and lengths are chosen among
+FEW = 64  # inducing points, however many columns there are
 FEWEST = 8  # rows that lengths can be learned from
 CLIP = 4.0  # deviations: what lies further out is no further from anything
 KNOTS = 64  # quantiles kept of each column
-TREES, DEPTH, GROWN = 8, 4, 1024  # on how many rows: leaves that have seen all targets promise too much
+TREES, DEPTH = 8, 4
+GROWN = 1024, 4  # rows that trees see, at most, and one of how many: trees that saw all targets overfit
+PRODUCTS, FAR = 12, 8.0  # columns that are multiplied with one another, clipped at so many deviations
 RANK = 3.0**0.5  # ranks are spread evenly over -RANK to RANK: one deviation wide, as the columns are
 
 
@@ -22,8 +25,8 @@ RANK = 3.0**0.5  # ranks are spread evenly over -RANK to RANK: one deviation wid
 class Features:
     """Features of rows in groups, frozen after a warm-up: the same rows always give the same features.
 
-    The constant; the columns; their ranks in the warm-up; a kernel's inducing points, whitened, so that
-    inner products of features are the kernel's; leaves of trees.
+    The constant; the columns; their ranks in the warm-up; products of the columns that matter most; a
+    kernel's inducing points, whitened, so that inner products of features are the kernel's; leaves of trees.
 
     Attributes:
         centre, scale: mean and deviation of each column.
@@ -79,8 +82,11 @@ class Features:
             y = y[rows].double()
             y = (y - y.mean(0)) / y.var(0, correction=0).mean().sqrt().clamp(min=1e-12)
             kernel = Kernel.learned(u, y, random)
-            tests = grow(z[:GROWN], y[:GROWN], count=TREES, depth=DEPTH)
-        room = max(size - 1 - 2 * d - len(tests[0]) * 2**DEPTH, 64)
+            some = min(GROWN[0], len(x) // GROWN[1])
+            if some >= 2**DEPTH:
+                tests = grow(z[:some], y[:some], count=TREES, depth=DEPTH)
+        used = 1 + 2 * d + _pairs(d).shape[1] + len(tests[0]) * 2**DEPTH
+        room = max(size - used, FEW)
         points = z[kernel.inducing(u, room)]
         return Features(centre, scale, knots, kernel.rates, kernel.share, points, *tests)
 
@@ -90,18 +96,20 @@ class Features:
         u = self._coordinates(z)
         where, whitener = self._induced  # type: ignore[attr-defined]
         kernel = Kernel(self.rates, self.share)(u, where) @ whitener
-        ranks = u[:, z.shape[1] :]
-        return torch.cat(
-            [torch.ones_like(z[:, :1]), z, ranks, kernel, leaves(z, self.columns, self.thresholds)], 1
-        )
+        d = z.shape[1]
+        chosen = self.rates[0, :d].argsort(descending=True, stable=True)[:PRODUCTS]
+        left, right = z[:, chosen].clamp(-FAR, FAR)[:, _pairs(d)].unbind(1)
+        parts = [torch.ones_like(z[:, :1]), z, u[:, d:], left * right, kernel]
+        return torch.cat([*parts, leaves(z, self.columns, self.thresholds)], 1)
 
     @property
     def groups(self) -> dict[str, slice]:
         """Which features belong together, by name."""
         d, trees = len(self.centre), len(self.columns) * 2**DEPTH
-        sizes = {"constant": 1, "columns": d, "ranks": d, "kernel": len(self.points), "trees": trees}
+        products, points = _pairs(d).shape[1], len(self.points)
+        sizes = {"constant": 1, "columns": d, "ranks": d, "products": products, "kernel": points}
         made, start = {}, 0
-        for name, size in sizes.items():
+        for name, size in {**sizes, "trees": trees}.items():
             if size:
                 made[name] = slice(start, start + size)
             start += size
@@ -110,7 +118,8 @@ class Features:
     @property
     def width(self) -> int:
         """Number of features."""
-        return max(group.stop for group in self.groups.values())
+        stop: int = max(group.stop for group in self.groups.values())
+        return stop
 
     @property
     def nbytes(self) -> int:
@@ -128,6 +137,12 @@ class Features:
 
     def _coordinates(self, z: Tensor) -> Tensor:
         return _coordinates(z, self.knots)
+
+
+def _pairs(columns: int) -> Tensor:
+    """Which of the columns that matter most are multiplied, (2, pairs)."""
+    count = min(columns, PRODUCTS)
+    return torch.triu_indices(count, count)
 
 
 def _coordinates(z: Tensor, knots: Tensor) -> Tensor:
