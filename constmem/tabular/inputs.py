@@ -123,7 +123,7 @@ def _column(given: Any, label: str) -> tuple[Kind, NDArray[Any]]:
 
 
 def _of_pandas(series: Any) -> NDArray[Any]:
-    import pandas as pd  # type: ignore[import-untyped]
+    import pandas as pd
 
     if isinstance(series.dtype, pd.CategoricalDtype):
         return np.array([None if pd.isna(v) else str(v) for v in series], object)
