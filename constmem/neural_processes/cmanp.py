@@ -116,9 +116,11 @@ class CMANP(NeuralProcess):
             return found
         return fold(_Projection(self.embed, observation), observation.prepared().queries, chunks)
 
-    def observing_parameters(self) -> list[nn.Parameter]:
+    def observing_parameters(self) -> list[Tensor]:
         modules = *self.embed.layers, self.stack.observation
-        return [p for module in modules for p in module._parameters.values() if p is not None]
+        own = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        inner = [child for m in modules for child in m._modules.values() if child is not None]
+        return own + [t for child in inner for t in (*child.parameters(), *child.buffers())]  # parametrized
 
     @property
     def layout(self) -> tuple[int, ...]:
