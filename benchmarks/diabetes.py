@@ -19,7 +19,7 @@ from record import provenance, save
 
 from constmem.data import Table
 from constmem.evaluation.runs import evaluate_run
-from constmem.training.regression import train_table
+from constmem.training import fit_table
 
 STEPS = 500  # a quarter of the recipe's, for a minute's work
 
@@ -49,7 +49,7 @@ def least_squares(table: Table) -> dict[str, float]:
 def learned(table: Table, steps: int) -> dict[str, Any]:
     """The same scores of a model trained with the settings of one's own data."""
     with tempfile.TemporaryDirectory() as folder:
-        train_table(table, "cmanp-small", out=folder, steps=steps)
+        fit_table(table, "cmanp-small", out=folder, steps=steps)
         row = evaluate_run(Path(folder), data_dir=None, device="cpu")
     scores = row.scores["full"]
     return {"steps": row.steps, "rmse": scores.rmse, "log_likelihood": scores.log_likelihood}

@@ -28,10 +28,11 @@ import record
 import torch
 
 from constmem.core.checks import known
+from constmem.data.catalogue import EVENTS
 from constmem.evaluation.runs import evaluate_run
+from constmem.models import PLAIN_CMHP
 from constmem.training.loop import Run, train
-from constmem.training.recipes import EVENTS, Recipe, changed, complete, recipe
-from constmem.training.variants import PLAIN_CMHP
+from constmem.training.recipes import EventRecipe, changed, complete, recipe
 
 OPTIONS: dict[str, tuple[str, Any]] = {  # option -> (keyword of CMHP, its value there)
     "no_absolute_time": ("absolute_time", False),
@@ -67,7 +68,7 @@ class Job:
     dataset: str
     variant: str
     seed: int
-    recipe: Recipe
+    recipe: EventRecipe
     folder: Path
     data_dir: Path | None
     device: str

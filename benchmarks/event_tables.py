@@ -7,7 +7,8 @@ import record
 
 from constmem.data.catalogue import title_of
 from constmem.evaluation.entries import compare
-from constmem.evaluation.rows import Figure, model_name, typed_rows
+from constmem.evaluation.rows import Figure, typed_rows
+from constmem.models import title_of as model_name
 
 REAL = ("taxi", "mooc", "reddit", "wiki", "taobao")
 MB = 1e6

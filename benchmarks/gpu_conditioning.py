@@ -46,7 +46,7 @@ def ceilings() -> Iterator[Row]:
 
 def tiles() -> Iterator[Row]:
     """The kernel's sizes, each timed at 2^20 points."""
-    from constmem.kernels import triton as kernels
+    from constmem.kernels import triton_observe as kernels
 
     model, (x, y) = on_gpu.trained(), on_gpu.strokes(2**20)
     points = torch.cat([x, y], -1)
@@ -75,7 +75,7 @@ def stages() -> Iterator[Row]:
     """Where the time goes: embedding, softmax, joining, at as many tokens as exist at a time."""
     import ceilings as machine
 
-    from constmem.kernels import triton as kernels
+    from constmem.kernels import triton_observe as kernels
 
     model, (x, y) = on_gpu.trained(), on_gpu.strokes(262_144)
     points = torch.cat([x, y], -1)
@@ -92,7 +92,7 @@ def stages() -> Iterator[Row]:
 
 def stages_of(plan: gpu.Plan, points: Tensor, precision: Any) -> dict[str, Callable[[], Any]]:
     """The launches that make a state, one by one."""
-    from constmem.kernels import triton as kernels
+    from constmem.kernels import triton_observe as kernels
 
     partial = gpu._partial(plan, points, None, precision)
     n = min(gpu.TOKENS // (64 * precision.operands.itemsize), points.shape[1])

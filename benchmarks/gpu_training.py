@@ -17,9 +17,8 @@ from on_gpu import MODES, Row, extra, mode, ms, seconds
 from torch import Tensor
 
 from constmem import CMANP
-from constmem.core import gpu_fold as fused_fold
-from constmem.kernels import gpu, gpu_backward
-from constmem.kernels.absorption import absorb
+from constmem.kernels import gpu, gpu_fold
+from constmem.kernels.reference import absorb
 
 PLAIN = ("plain bf16", "plain tf32", "plain float32")
 POINTS = 2**16  # of which the backward pass takes gradients at a time
@@ -137,8 +136,8 @@ def tiles() -> Iterator[Row]:
 
 def _plan(model: CMANP) -> gpu.Plan:
     """How the kernels meet points while this model learns."""
-    rows = absorb(*model.stack.observation.prepared_exactly()).rows
-    plan = fused_fold._plan(rows.detach(), model.embed.weights())
+    rows = absorb(*model.stack.observation.prepare_exactly()[:3]).rows
+    plan = gpu_fold._plan(rows.detach(), model.embed.weights())
     assert plan is not None
     return plan
 
@@ -147,7 +146,7 @@ def _launch(kernel: str, plan: gpu.Plan, points: Tensor, mean: Tensor, lse: Tens
     """One of the two kernels on tokens that are there already."""
     from constmem.kernels import triton_backward as kernels
 
-    whole = gpu_backward.whole(plan, mean, lse, torch.randn_like(mean), torch.randn_like(lse))
+    whole = gpu_fold.whole(plan, mean, lse, torch.randn_like(mean), torch.randn_like(lse))
     tokens = gpu.operands(plan, points)
     common = tokens, None, plan.absorbed, whole.grad
     if kernel == "rows":

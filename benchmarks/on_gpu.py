@@ -14,8 +14,8 @@ import torch
 from record import RESULTS, provenance, write
 from torch import Tensor
 
-from constmem import CMANP
-from constmem.kernels import gpu, gpu_backward
+from constmem import CMANP, kernels
+from constmem.kernels import gpu
 
 DEVICE = "cuda"
 MODES = ("half", "tf32", "exact")
@@ -72,19 +72,12 @@ def mode(name: str) -> Iterator[None]:
             torch.set_float32_matmul_precision("highest")
         try:
             yield
-            failures = gpu._failures + gpu_backward.failures + gpu_backward.unfit
+            failures = [path.failed for path in kernels.PATHS if path.failed is not None]
         finally:
             torch.set_float32_matmul_precision(before)
-            forget_failures()
+            kernels.reset()  # which may serve in another precision
     if failures:
         raise RuntimeError(f"the kernels failed: {failures[-1]}")
-
-
-def forget_failures() -> None:
-    """Let kernels be tried again that failed, such as in another precision."""
-    for failures in (gpu._failures, gpu_backward.failures, gpu_backward.unfit):
-        failures.clear()
-    gpu_backward.rehearsed.cache_clear()
 
 
 def trained() -> CMANP:
@@ -121,6 +114,6 @@ def measure(name: str, sections: Sequence[Callable[[], Iterator[Row]]], doc: str
                     write(options.out, rows, **about)
         except Exception:
             traceback.print_exc()
-            forget_failures()
+            kernels.reset()
         print(f"-- {section}: {time.perf_counter() - here:.1f} s", flush=True)
         torch.cuda.empty_cache()

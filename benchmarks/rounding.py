@@ -18,7 +18,7 @@ from record import provenance, save
 from torch import Tensor
 
 from constmem import CMANP
-from constmem.kernels import native
+from constmem.kernels import cpu
 
 Rounding = Callable[[Tensor], Tensor]
 
@@ -134,10 +134,10 @@ def variants(o: Observer, points: Tensor) -> Iterator[tuple[str, str, tuple[Tens
     yield "projection to values, shares and values", "bfloat16", o.weighed(h, bfloat16, value=bfloat16)
     yield "shares and values", "bfloat16", o.weighed(h, bfloat16)
     value, lse = o.absorbed(h, exact)
-    if native.has_bfloat16():
+    if cpu.has_bfloat16():
         off, lse_off = o.by_machine(points, "high")
         yield "the same, as the machine code of CPUs does", "bfloat16", (value + off, lse + lse_off)
-    if native.usable():
+    if cpu.usable():
         off, lse_off = o.by_machine(points, "highest")
         how = "float32, but for an embedding in float64"
         yield "all, as the machine code of CPUs does", how, (value + off, lse + lse_off)

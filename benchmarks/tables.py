@@ -15,11 +15,11 @@ import event_tables
 import gpu_tables
 
 from constmem.core.files import write_text
-from constmem.data.catalogue import title_of
+from constmem.data.catalogue import EVENTS, title_of
 from constmem.evaluation.entries import compare
-from constmem.evaluation.rows import model_name, typed_rows
+from constmem.evaluation.rows import typed_rows
 from constmem.evaluation.tables import markdown
-from constmem.training.recipes import EVENTS
+from constmem.models import title_of as model_name
 
 ROOT = Path(__file__).parents[1]
 MB = 1e6

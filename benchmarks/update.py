@@ -12,7 +12,7 @@ from record import provenance, ratio, save, side_by_side
 from torch import Tensor
 
 from constmem import CMANP
-from constmem.kernels import native
+from constmem.kernels import cpu
 
 UPDATES = 20  # single-point updates a round
 FLOPS = 2 * (
@@ -45,7 +45,7 @@ def main() -> None:
             torch.set_float32_matmul_precision("highest")
 
         exactly = {"constmem": lambda: model.condition(x, y)}
-        return exactly | {"constmem, bfloat16": coarsely} if native.has_bfloat16() else exactly
+        return exactly | {"constmem, bfloat16": coarsely} if cpu.has_bfloat16() else exactly
 
     with torch.no_grad():
         ours = {"constmem": lambda: model.condition(x, y)}

@@ -11,12 +11,29 @@ from typing import Annotated, Any
 import typer
 
 from constmem.cli_data import DataDir, data_app
+from constmem.data import catalogue
+from constmem.models import EVENTS, POINTS, with_variants
 
-app = typer.Typer(
-    help="Attention whose memory does not grow.", no_args_is_help=True, add_completion=False,
-    pretty_exceptions_enable=False,
-)  # fmt: skip
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(data_app, name="data")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from constmem import __version__
+
+        print(f"constmem {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Attention whose memory does not grow."""
+
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
 X = Annotated[str | None, typer.Option("--x", help="Of a CSV file: its input columns, a,b,...")]
@@ -25,13 +42,12 @@ Group = Annotated[
     str | None, typer.Option(help="Of a CSV file: the column that says which rows are one task.")
 ]
 
-_POINTS, _EVENTS = (
-    "emnist, celeba32, celeba64, celeba128, digits, gp",
-    "taxi, mooc, reddit, wiki, taobao, hawkes1",
-)
-_OF_POINTS = "cmanp, lbanp, tnpd, eqtnp, cnp, canp, np, anp, bnp, banp"
-_OF_EVENTS = "cmhp, cmhp-faithful, thp, thp-gap, gru, gru-gap, trivial"
 _FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".npz")  # points are read from the first two only
+_DATASETS = f"{', '.join(catalogue.POINTS)}; of events: {', '.join(catalogue.EVENTS)}; or a file of your own."
+_MODELS = (
+    f"{', '.join(with_variants(POINTS))}; of events: {', '.join(with_variants(EVENTS))}. If not given, "
+    "cmanp (of a file cmanp-small), of events cmhp."
+)
 _OWN = "Of an event file: "
 User = Annotated[str | None, typer.Option(help=f"{_OWN}the column that tells sequences apart; - for one.")]
 Mark = Annotated[str | None, typer.Option(help=f"{_OWN}the column of kinds, any text; - for none.")]
@@ -54,13 +70,8 @@ def demo(
 
 @app.command()
 def train(
-    dataset: Annotated[str, typer.Argument(help=f"{_POINTS}; of events: {_EVENTS}; or a file of your own.")],
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help=f"{_OF_POINTS}; of events: {_OF_EVENTS}. Else cmanp (of a file cmanp-small), of events cmhp."
-        ),
-    ] = None,
+    dataset: Annotated[str, typer.Argument(help=_DATASETS)],
+    model: Annotated[str | None, typer.Argument(help=_MODELS)] = None,
     recipe: Annotated[str, typer.Option(help="improved (ours) or faithful (the paper's).")] = "improved",
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of weights and tasks.")] = 0,
     steps: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
@@ -97,41 +108,33 @@ def train(
         "--user": user, "--mark": mark, "--time": time, "--unit": unit, "--end": end, "--split": split,
     }  # fmt: skip
     suffix = Path(dataset).suffix
-    if suffix in _FILES:
-        points = any(of_rows.values()) or (suffix in _FILES[:2] and not any(of_events.values()))
-        model = model or ("cmanp-small" if points else "cmhp")
-        folder = out or Path("runs") / f"{Path(dataset).stem}-{model}-{seed}"
-        if recipe != "improved":
-            raise ValueError("the paper has no recipe for data of your own: leave --recipe out, or use --set")
-        how: dict[str, Any] = {
-            "out": folder, "seed": seed, "steps": steps, "device": device, "resume": resume, "change": change,
-        }  # fmt: skip
-        with _stoppable(folder):
-            from constmem.training.own_data import train_on_file
-
-            train_on_file(Path(dataset), model, of_rows, of_events, how, compiled=compiled)
-        _say_trained(folder)
-        return
-    given = [name for name, value in (of_rows | of_events).items() if value]
-    if given:
+    is_file, given = suffix in _FILES, [name for name, value in (of_rows | of_events).items() if value]
+    if is_file and recipe != "improved":
+        raise ValueError("the paper has no recipe for data of your own: leave --recipe out, or use --set")
+    if given and not is_file:
         raise ValueError(
             f"{', '.join(given)}: these are for files of your own, but {dataset!r} is none: their names end "
             f"in {', '.join(_FILES)}"
         )
-    from constmem.training.recipes import EVENTS, changed, unused
-    from constmem.training.recipes import recipe as settings_of
-
-    model = model or ("cmhp" if dataset in EVENTS else "cmanp")
-    chosen = settings_of(dataset, model, recipe)
-    settings = changed(chosen, change or [], steps=steps, unused=unused(dataset))
-    folder = out or Path("runs") / f"{dataset}-{model}-{recipe}-{seed}"
+    if model is None and is_file:
+        points = any(of_rows.values()) or (suffix in _FILES[:2] and not any(of_events.values()))
+        model = "cmanp-small" if points else "cmhp"
+    elif model is None:
+        model = "cmhp" if dataset in catalogue.EVENTS else "cmanp"
+    name = f"{Path(dataset).stem}-{model}" if is_file else f"{dataset}-{model}-{recipe}"
+    folder = out or Path("runs") / f"{name}-{seed}"
+    how: dict[str, Any] = {
+        "out": folder, "seed": seed, "steps": steps, "device": device, "resume": resume,
+        "compiled": compiled, "change": change or [],
+    }  # fmt: skip
     with _stoppable(folder):
-        from constmem.training.loop import Run
-        from constmem.training.loop import train as run_training
+        from constmem import training
 
-        run = Run(dataset, model, recipe, settings, seed)
-        run_training(run, out=folder, data_dir=data_dir, device=device, resume=resume, compiled=compiled)
-    _say_trained(folder, data_dir)
+        if is_file:
+            training.fit_file(Path(dataset), model, of_rows, of_events, **how)
+        else:
+            training.fit_dataset(dataset, model, recipe=recipe, data_dir=data_dir, **how)
+    _say_trained(folder, None if is_file else data_dir)
 
 
 @contextmanager
@@ -145,10 +148,10 @@ def _stoppable(folder: Path) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _say_trained(folder: Path, data_dir: Path | None = None) -> None:
-    """What to do next; a folder of data that only this command was told of is told again."""
-    told = data_dir is not None and str(data_dir) != os.environ.get("CONSTMEM_DATA")
-    run = shlex.join([str(folder), *(["--data-dir", str(data_dir)] if told else [])])
+def _say_trained(folder: Path, data_dir: Path | None) -> None:
+    """What to do next; a folder of data that only this command knows of is named again."""
+    named = data_dir is not None and str(data_dir) != os.environ.get("CONSTMEM_DATA")
+    run = shlex.join([str(folder), *(["--data-dir", str(data_dir)] if named else [])])
     print(f"trained: {folder}")
     print(f"next: constmem eval {run}; constmem plot {run}")
 
@@ -230,6 +233,7 @@ def plot(
 
 def main() -> None:
     """Run a command; known errors become one clear line, with exit code 2."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve a busy machine
     try:
         app()
     except (ValueError, OSError, ImportError, MemoryError) as error:

@@ -46,7 +46,7 @@ def prepare(
     What differs from the official data, in number or checksum, is on lines that begin with warning:.
     """
     from constmem import data
-    from constmem.training.progress import counted
+    from constmem.training.log import counted
 
     with counted(f"preparing {what}") as progress:
         made = data.prepare_pack(

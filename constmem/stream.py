@@ -13,7 +13,7 @@ from torch import Tensor
 from constmem.core import checks
 from constmem.core.files import read_tensors, write_tensors
 from constmem.core.forgetting import Decay, Window, require_possible, restored, written
-from constmem.core.unchanged import identities
+from constmem.core.identity import Snapshot
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
 
@@ -32,7 +32,7 @@ class _Reading(NamedTuple):
     """What predictions need of what was held, and the weights that read it."""
 
     held: _Held
-    weights: object
+    weights: Snapshot
     memory: Any
 
 
@@ -212,14 +212,14 @@ class Stream:
 
     def _read(self, held: _Held) -> Any:
         """What predictions need of what is held: as remembered, if nothing has changed since."""
-        weights = identities([*self.model.parameters(), *self.model.buffers()])
+        weights = [*self.model.parameters(), *self.model.buffers()]
         reading = self._reading
-        if reading is None or reading.held is not held or reading.weights != weights:
+        if reading is None or reading.held is not held or not reading.weights.holds(weights):
             state = _whole(held)
             self.model._require_own(state)
             with torch.no_grad():
                 read = self.model.query if isinstance(self.model, PointProcess) else self.model.read
-                self._reading = reading = _Reading(held, weights, read(state))
+                self._reading = reading = _Reading(held, Snapshot(weights), read(state))
         return reading.memory
 
     def _extended(self, held: _Held, given: tuple[Any, Any, Any], chunk: int) -> _Held:

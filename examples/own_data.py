@@ -16,7 +16,7 @@ import torch
 
 from constmem import Stream
 from constmem.data import Table
-from constmem.training.regression import train_table
+from constmem.training import fit_table
 
 DAY, START = 86_400.0, 1_700_000_000.0  # seconds
 
@@ -53,7 +53,7 @@ def main() -> None:
     table = Table.read(write_sensors(options.out / "sensors.csv"), x=["time"], y=["heat"], group="sensor")
     print(table.statement)
     folder = options.out / "model"
-    model = train_table(
+    model = fit_table(
         table,
         options.model,
         out=folder,

@@ -49,7 +49,7 @@ def refuses(request: pytest.FixtureRequest) -> Refuses:
 @pytest.fixture(params=list(VECTORS) if IS_X86 else ["widest"])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU's machine code as built for this machine, and as it would be for smaller ones."""
-    from constmem.kernels import compiled, native  # not before shapes are checked, where they are
+    from constmem.kernels import cpu, library  # not before shapes are checked, where they are
 
-    found = native.load(compiled.built((*compiled.FLAGS, *VECTORS[request.param])))
-    monkeypatch.setattr(native, "library", lambda: found)
+    found = library.load(library.built((*library.FLAGS, *VECTORS[request.param])))
+    monkeypatch.setattr(cpu, "library", lambda: found)

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from constmem.kernels import gpu, native, reference
+from constmem import kernels
 
-EMPTY = -(2.0**100)  # about -1e30, and the same number in float64, float32 and bfloat16
+EMPTY = kernels.EMPTY  # a finite number far below any score
 
 
 def bias_of(
@@ -50,12 +50,9 @@ def merge(
     other_lse: Float[Tensor, "*#h s"],
 ) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]]:
     """The state of the union of two disjoint sets; accurate to the dtype's last digits."""
-    if native.merges(value, lse, other_value, other_lse):
-        return native.merge(value, lse, other_value, other_lse)
-    if gpu.merges(value, lse, other_value, other_lse):
-        found = gpu.attempt(lambda: gpu.merge(value, lse, other_value, other_lse))
-        if found is not None:
-            return found
+    found = kernels.merge(value, lse, other_value, other_lse)
+    if found is not None:
+        return found
     share = torch.sigmoid(other_lse - lse)
     return torch.lerp(value, other_value, share[..., None]), torch.logaddexp(lse, other_lse)
 
@@ -129,7 +126,7 @@ def prefixes(
     drift: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Float[Tensor, "b t h s c"], Float[Tensor, "b t h s"]]:
     """Softmaxes over every prefix of a few points, by masking; drift counts from its last point."""
-    logits = reference.scores(q, k, bias)[..., None, :]  # (b, h, s, 1, t)
+    logits = kernels.scores(q, k, bias)[..., None, :]  # (b, h, s, 1, t)
     if drift is not None:
         rates, clock = drift
         ago = (clock[:, None, :] - clock[:, :, None]).clamp_max(0.0).to(logits.dtype)  # (b, t, t)

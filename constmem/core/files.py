@@ -1,4 +1,4 @@
-"""Files that are whole or not there: atomic writing, checksums, clear errors of damage; clearing caches."""
+"""Files that are whole or not there: atomic writing, checksums, clear errors of damage."""
 
 import contextlib
 import errno
@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -133,36 +132,6 @@ def advice_on(error: OSError) -> str:
         case errno.ENOENT:
             return ": there is no such place; make it, or take another"
     return ""
-
-
-def touched(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is there; if so it is marked as used just now, so that `keep_newest` leaves it alone."""
-    try:
-        os.utime(path)
-    except FileNotFoundError:
-        return False
-    except OSError:  # there, but of somebody else
-        return Path(path).is_file()
-    return True
-
-
-def keep_newest(folder: Path, pattern: str, *, count: int, unused_for: float = 3600.0) -> list[Path]:
-    """Delete the files of a cache but for the `count` last used ones, and return those deleted.
-
-    Files used in the last `unused_for` seconds stay whatever their number: another process may be about to
-    open one. One that is open already can be deleted without harm, and one that may not be deleted stays.
-    """
-    ages: dict[Path, float] = {}
-    for path in folder.glob(pattern):
-        with contextlib.suppress(OSError):  # another process was faster
-            ages[path] = time.time() - path.stat().st_mtime
-    old = [path for path in sorted(ages, key=ages.__getitem__)[count:] if ages[path] > unused_for]
-    gone = []
-    for path in old:
-        with contextlib.suppress(OSError):
-            path.unlink()
-            gone.append(path)
-    return gone
 
 
 def read_tensors(

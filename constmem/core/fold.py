@@ -13,10 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from constmem import kernels
-from constmem.core.algebra import bias_of, is_nothing
+from constmem.core.algebra import bias_of, is_nothing, settle
+from constmem.core.layers import MLP
+from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
+from constmem.kernels import Chunk, accumulate, joined
 
-Chunk = tuple[Tensor, Tensor, Tensor | None]  # x, y, mask
+__all__ = ["Chunk", "fold", "fused_fold", "joined"]
 
 
 def fold(project: nn.Module, q: Tensor, chunks: list[Chunk]) -> AttentionState:
@@ -35,18 +38,20 @@ def fold(project: nn.Module, q: Tensor, chunks: list[Chunk]) -> AttentionState:
     return AttentionState(value, lse, count)
 
 
-def joined(*chunks: Chunk) -> Chunk:
-    """Put chunks one behind the other; there is a mask if any of them has one."""
-    if len(chunks) == 1:
-        return chunks[0]
-    xs, ys, masks = zip(*chunks, strict=True)
-    if all(mask is None for mask in masks):
-        return torch.cat(xs, 1), torch.cat(ys, 1), None
-    filled = [
-        torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
-        for x, mask in zip(xs, masks, strict=True)
-    ]
-    return torch.cat(xs, 1), torch.cat(ys, 1), torch.cat(filled, 1)
+def fused_fold(observation: Observation, embed: MLP | None, chunks: list[Chunk]) -> AttentionState | None:
+    """The same of what an observation sees, by a GPU's kernels; None where they cannot serve."""
+    layers = [] if embed is None else embed.weights()
+    if layers is None:
+        return None
+    slots, exact = observation.slots, lambda: observation.prepare_exactly()[:3]
+    found = kernels.fold(exact, slots, layers, chunks)
+    if found is None:
+        return None
+    shape = slots.shape[0], observation.num_heads
+    value, lse = settle(*(t.unflatten(1, shape) for t in found))
+    unmasked = sum(x.shape[1] for x, _, mask in chunks if mask is None)
+    count = torch.full(value.shape[:1], unmasked, device=value.device)
+    return AttentionState(value, lse, sum((m.sum(-1) for *_, m in chunks if m is not None), count))
 
 
 def _stream(project: nn.Module, q: Tensor, chunks: Iterable[Chunk]) -> AttentionState:
@@ -158,14 +163,3 @@ def _part_backward(
         None if grad_lse is None else grad_lse.flatten(1, -2).to(wide),
     )
     return grad_q.view_as(q), grad_k.reshape(k.shape), grad_v.reshape(v.shape)
-
-
-def accumulate(grads: dict[int, Tensor], found: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-    """Add gradients to those of the same leaves so far."""
-    for leaf, grad in found:
-        if grad is None:
-            continue
-        if id(leaf) in grads:
-            grads[id(leaf)] += grad
-        else:
-            grads[id(leaf)] = grad.clone()

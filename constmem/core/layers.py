@@ -5,16 +5,19 @@ The paper's CA and SA are these with a FeedForward behind each. Every module com
 lineage of models) or `x` itself (`residual="raw"`, as in most transformers).
 """
 
-from collections.abc import Iterable
 from math import sqrt
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
-from constmem.kernels import feed_forward, layers, whole_attention
+from constmem import kernels
 
 Residual = Literal["normed", "raw"]
 RELU = sqrt(2.0)  # the gain that makes up for what a ReLU takes away
@@ -59,22 +62,58 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
-        return perceptron(x, self.weights())
+        layers = self.weights()
+        if layers is not None:
+            return kernels.perceptron(x, layers)
+        for i, layer in enumerate(self.layers):
+            x = layer(x if i == 0 else F.relu(x))
+        return x
 
-    def weights(self) -> list[tuple[Float[Tensor, "o i"], Float[Tensor, " o"]]]:
-        """Every layer's weight and bias, past the modules' calls and look-ups: small updates feel those."""
-        parameters = [layer._parameters for layer in self.layers]
-        return [(p["weight"], p["bias"]) for p in parameters]  # type: ignore[misc]
+    def weights(self) -> list[tuple[Float[Tensor, "o i"], Float[Tensor, " o"]]] | None:
+        """Every layer's weight and bias, past the modules' calls and look-ups: small updates feel those.
+
+        None where a layer was replaced by one that is more than both, as quantization does.
+        """
+        found: list[tuple[Any, Any]] = []
+        for layer in self.layers:
+            own = refreshed(layer)._parameters
+            if type(layer) is nn.Linear and "weight" in own and "bias" in own:
+                found.append((own["weight"], own["bias"]))
+            elif type_before_parametrizations(layer) is nn.Linear:
+                found.append((layer.weight, layer.bias))
+            else:
+                return None
+        return found
+
+    def tensors(self) -> list[Tensor]:
+        """All numbers it depends on, whatever its layers are."""
+        layers = self.weights()
+        if layers is not None:
+            return [t for layer in layers for t in layer]
+        found: list[Tensor] = []
+        for layer in self.layers:
+            weight: Any = getattr(layer, "weight", None)
+            if callable(weight):  # as of quantized layers, which have no parameters
+                found += [weight().dequantize(), layer.bias()]  # type: ignore[operator]
+            else:
+                found += [*layer.parameters(), *layer.buffers()]
+        return found
 
 
-def perceptron(
-    x: Float[Tensor, "*b i"], layers: Iterable[tuple[Float[Tensor, "_o _i"], Float[Tensor, " _o"]]]
-) -> Float[Tensor, "*b o"]:
-    """Linear layers, each a weight and a bias, with ReLU between them."""
-    in_place = not torch.is_grad_enabled()  # what is needed no more is written over: a sixth faster
-    for i, (weight, bias) in enumerate(layers):
-        x = F.linear(x if i == 0 else F.relu(x, inplace=in_place), weight, bias)
-    return x
+_RENEW = BasePruningMethod, WeightNorm, SpectralNorm
+
+
+def refreshed(module: nn.Module) -> nn.Module:
+    """The module, after pruning and older normalisations of weights, which hook calls, did so anew."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, _RENEW):
+            hook(module, ())
+    return module
+
+
+def _plain(*layers: nn.Linear) -> bool:
+    """Whether these are no more than their weights and biases."""
+    return all(type(layer) is nn.Linear and not layer._forward_pre_hooks for layer in layers)
 
 
 def attend(
@@ -127,9 +166,9 @@ class CrossAttention(nn.Module):
         context: Float[Tensor, "b n d"],
         mask: Bool[Tensor, "b n"] | None = None,
     ) -> Float[Tensor, "b m d"]:
-        half = layers.half(self.norm.weight, x, context) if len(x) == len(context) else None
-        if half is not None and self.attention.fits_whole(context, half):
-            return self.attention.whole(x, context, mask, self.norm, self.norm_context, self.normed, half)
+        whole = self.attention.whole(x, context, mask, self.norm, self.norm_context, self.normed)
+        if whole is not None:
+            return whole
         normed = self.norm(x)
         out: Tensor = self.attention(normed, self.norm_context(context), mask)
         return out + (normed if self.normed else x)
@@ -149,9 +188,9 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: Float[Tensor, "b m d"], mask: Bool[Tensor, "b m"] | None = None
     ) -> Float[Tensor, "b m d"]:
-        half = layers.half(self.norm.weight, x)
-        if half is not None and self.attention.fits_whole(x, half):
-            return self.attention.whole(x, None, mask, self.norm, None, self.normed, half)
+        whole = self.attention.whole(x, None, mask, self.norm, None, self.normed)
+        if whole is not None:
+            return whole
         normed = self.norm(x)
         out: Tensor = self.attention(normed, normed, mask)
         return out + (normed if self.normed else x)
@@ -179,14 +218,6 @@ class _Attention(nn.Module):
         out: Tensor = self.out(attend(q, k, v, mask).transpose(1, 2).flatten(2))
         return out
 
-    def fits_whole(self, context: Float[Tensor, "b n d"], half: bool) -> bool:
-        """Whether norm, attention and residual run as one operator for this context."""
-        keys = whole_attention.padded(context.shape[1])
-        if keys is None:
-            return False
-        fits: bool = whole_attention.fits(context.shape[2], self.num_heads, keys, half, context.device.index)
-        return fits
-
     def whole(
         self,
         x: Float[Tensor, "b m d"],
@@ -195,12 +226,15 @@ class _Attention(nn.Module):
         norm: nn.LayerNorm,
         norm_context: nn.LayerNorm | None,
         normed: bool,
-        half: bool,
-    ) -> Float[Tensor, "b m d"]:
-        """The whole layer as one operator; without a context x attends to itself."""
+    ) -> Float[Tensor, "b m d"] | None:
+        """The whole layer as one operator, where one serves; without a context x attends to itself."""
+        if not _plain(self.query, self.key_value, self.out):
+            return None
+        own = norm.weight, norm.bias
+        other = None if norm_context is None else (norm_context.weight, norm_context.bias)
         weights = self.query.weight, self.key_value.weight, self.out.weight, self.out.bias
-        return whole_attention.attention(
-            x, context, mask, norm, norm_context, *weights, heads=self.num_heads, normed=normed, half=half
+        return kernels.attention(
+            x, context, mask, own, other, weights, heads=self.num_heads, eps=norm.eps, normed=normed
         )
 
 
@@ -216,11 +250,12 @@ class FeedForward(nn.Module):
         self.contract = keep_variance(nn.Linear(hidden, dim))
 
     def forward(self, x: Float[Tensor, "b m d"]) -> Float[Tensor, "b m d"]:
-        half = layers.half(self.norm.weight, x)
-        if half is not None and feed_forward.fits(*self.contract.weight.shape, half, x.device.index):
-            layers_of = self.norm, self.expand, self.contract
-            weights = [t for layer in layers_of for t in (layer.weight, layer.bias)]
-            return feed_forward.feed_forward(x, *weights, eps=self.norm.eps, normed=self.normed, half=half)
+        if _plain(self.expand, self.contract):
+            parts = self.norm, self.expand, self.contract
+            weights = (t for part in parts for t in (part.weight, part.bias))
+            whole = kernels.feed_forward(x, *weights, eps=self.norm.eps, normed=self.normed)
+            if whole is not None:
+                return whole
         normed = self.norm(x)
         content, gate = self.expand(normed).chunk(2, -1)
         out: Tensor = self.contract(content * F.gelu(gate))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from constmem.core import checks
 from constmem.core.files import read_json, read_tensors, write_tensors, write_text
-from constmem.core.unchanged import identities
+from constmem.core.identity import Snapshot
 
 SHIPPED = {
     path.parent.name: path.parent for path in Path(__file__).parents[1].glob("pretrained/*/config.json")
@@ -44,7 +44,7 @@ class Model(nn.Module, ABC):
     def __init__(self, *, config: dict[str, Any] | None = None) -> None:  # noqa: ARG002
         super().__init__()
         self.domain: dict[str, list[list[float]]] = {}  # lowest and highest of each channel trained on
-        self._signature: tuple[object, str] | None = None
+        self._signature: tuple[Snapshot, str] | None = None
         self._where: Tensor
         self.register_buffer("_where", torch.empty(0), persistent=False)
 
@@ -67,25 +67,18 @@ class Model(nn.Module, ABC):
         """What the parameters are made of."""
         return self._buffers["_where"].dtype  # type: ignore[union-attr]
 
-    def train(self: AnyModel, mode: bool = True) -> AnyModel:
-        """As of any module; the fingerprint is computed anew after a change of mode."""
-        self._signature = self._signature if mode == self.training else None
-        return super().train(mode)
-
     def fingerprint(self) -> str:
         """A short name for the configuration, weights and units that states depend on.
 
-        It is computed anew when a weight was replaced or changed in place, and after a change between
-        `train` and `eval`; writes that no version counter counts (through `parameter.data`, by PyTorch's
-        fused optimisers) it does not see by itself.
+        It is computed anew when any bit of them has changed, by whatever means.
         """
         parameters = self._signed_by()
-        key = identities(parameters)
-        if self._signature is None or self._signature[0] != key:
+        if self._signature is None or not self._signature[0].holds(parameters):
+            snapshot = Snapshot(parameters)
             digest = hashlib.sha256(f"{self.name}{json.dumps(self.config, sort_keys=True)}".encode())
             for p in parameters:
                 digest.update(p.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
-            self._signature = key, digest.hexdigest()[:16]
+            self._signature = snapshot, digest.hexdigest()[:16]
         return self._signature[1]
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -194,7 +187,7 @@ class Model(nn.Module, ABC):
             )
 
     def _weights_of(self, state: Any) -> object:
-        """What `_require_made_here` has just known the weights by, if it has: the same while they are."""
+        """What `_require_made_here` has just known the weights by: one object while they are the same."""
         if not state.fingerprint or self._signature is None or checks.traced(self.device):
             return None
         return self._signature[0]

@@ -1,11 +1,11 @@
 """What a stack of blocks makes of data: keys, values and fixed queries of all blocks, in one pass.
 
-The slots are parameters, so everything that depends on them alone is computed once and remembered while
-they stay the same; where there is machine code for it, or a kernel for the GPU, points go through
-embedding, normalisation, projection and softmax without a tensor of their size ever being written.
+The slots are parameters, so everything that depends on them alone can be computed before any data come: a
+`Prepared`, which never changes. Where gradients are not wanted an observation keeps the last one it made, and
+uses it again while every bit of the weights is the same (`identity.Snapshot`).
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from math import sqrt
 from typing import Any, NamedTuple
 
@@ -14,27 +14,32 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from constmem import kernels
 from constmem.core.algebra import bias_of
-from constmem.core.layers import MLP, check_heads
-from constmem.core.preparation import NAMES, Prepared, normed_slots, prepare
+from constmem.core.identity import Snapshot, products
+from constmem.core.layers import MLP, check_heads, refreshed
 from constmem.core.state import AttentionState
-from constmem.core.unchanged import bits_of, identities, products
-from constmem.kernels import gpu, native
-from constmem.kernels.absorption import absorb
 
-UNKNOWN: Any = object()  # of a plan: not made yet, or cleared by another thread
+NAMES = "slots", "slots_scale", "slots_shift", "tokens_scale", "tokens_shift", "query", "key_value"
 
 
-class _Memory(NamedTuple):
+class Prepared(NamedTuple):
+    """All that an observation, and an embedding before it, compute from their weights alone; immutable."""
+
+    queries: Float[Tensor, "depth h s c"]  # fixed, scaled
+    weight: Float[Tensor, "kv d"]  # from normalised tokens to keys and values of all blocks
+    shift: Float[Tensor, " kv"]
+    single: tuple[Float[Tensor, "sv d"], Float[Tensor, " sv"]] | None = None  # one token's scores and values
+    plans: kernels.Plans | None = None  # of faster ways; None where gradients go through the weights
+
+
+class _Kept(NamedTuple):
     """A `Prepared`, and by what to know that it still holds."""
 
-    key: object
-    bits: Callable[[], object]
-    sum: object
+    settings: tuple[object, ...]
+    weights: Snapshot
     prepared: Prepared
-    absorbed: tuple[Tensor, Tensor]
-    plans: dict[object, Any]  # of the CPU's machine code or the GPU's kernels, by the embedding they include
-    latest: tuple[object, Any] = (None, None)  # one more point's plan, and by what to know that it holds
+    known_as: object = None  # the caller's own snapshot of the same weights
 
 
 class Observation(nn.Module):
@@ -50,7 +55,7 @@ class Observation(nn.Module):
         super().__init__()
         check_heads(dim, num_heads)
         self.dim, self.num_heads = dim, num_heads
-        self._memory: _Memory | None = None
+        self._kept: _Kept | None = None
         std = 1 / sqrt(dim)
         self.slots = nn.Parameter(torch.randn(depth, num_slots, dim))
         self.slots_scale = nn.Parameter(torch.ones(depth, 1, dim))
@@ -61,57 +66,67 @@ class Observation(nn.Module):
         self.key_value = nn.Parameter(std * torch.randn(2, depth, dim, dim))
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_memory": None}  # a copy has weights of its own to remember things of
+        return self.__dict__ | {"_kept": None}  # a copy has weights of its own
 
-    def train(self, mode: bool = True) -> "Observation":
-        """As of any module; what was computed from the weights is forgotten where the mode changes."""
-        self._memory = self._memory if mode == self.training else None
-        return super().train(mode)
+    def weights(self) -> list[Tensor]:
+        """What it observes with: its parameters, or what pruning and parametrizations make of them."""
+        own = refreshed(self)._parameters
+        return [own[name] if name in own else getattr(self, name) for name in NAMES]  # type: ignore[misc]
 
     def normed_slots(self) -> Float[Tensor, "depth s d"]:
         """The slots after their normalisation."""
-        return normed_slots(self._own())
+        return _normed_slots(self._named())
 
-    def prepared(self) -> Prepared:
-        """The fixed queries, scaled, and the wide projection to keys and values.
+    def prepare(self) -> Prepared:
+        """Compute the fixed queries, scaled, and the wide projection to keys and values; differentiable."""
+        return _prepare(self._named(), self.num_heads)
 
-        Computing them would take most of a small update's time: they are remembered while the parameters
-        stay the same. Version counters do not tell all, since some code writes to `parameter.data` behind
-        their back: so on a CPU a sample of their bits is added up each time. On a GPU, where that would mean
-        waiting for it, version counters are all there is.
+    def prepare_exactly(self) -> Prepared:
+        """The same in float64, where no setting has products rounded."""
+        return _exactly(self._named(), self.num_heads)
+
+    def prepared(self, embed: MLP | None = None, *, known_as: object = None) -> Prepared:
+        """`prepare`, with plans of faster ways; kept, where no gradient is wanted, while no weight changes.
+
+        Args:
+            embed: makes tokens of points.
+            known_as: what is the same object only while no weight changes, here and in `embed`, because
+                the caller has just looked; None if that is not known.
         """
-        parameters = [p for p in self._parameters.values() if p is not None]
-        where = parameters[0].device.type
-        if native.traced() or (where == "cuda" and torch.cuda.is_current_stream_capturing()):
-            return self._prepare()
-        if torch.is_grad_enabled() or where not in ("cpu", "cuda"):
-            self._memory = None  # a step may follow, and fused optimisers write without counting
-            return self._prepare()
-        key = parameters[0].dtype, products(where), identities(parameters)
-        memory = self._memory
-        if memory is None or memory.key != key or memory.sum != memory.bits():
-            bits = bits_of([p.detach() for p in parameters]) if where == "cpu" else bool
-            prepared = self._prepare()
-            memory = _Memory(key, bits, bits(), prepared, absorb(*prepared).single, {})
-            self._memory = memory
-        return memory.prepared
+        slots = self.slots
+        where = slots.device
+        if torch.is_grad_enabled() or where.type not in ("cpu", "cuda") or not kernels.plain(where):
+            return self.prepare()
+        settings = where, slots.dtype, embed is None, products(where.type)
+        kept = self._kept
+        if kept is not None and kept.settings == settings:
+            if known_as is not None and kept.known_as is known_as:
+                return kept.prepared
+            if kept.weights.holds(self._read(embed)):
+                self._kept = kept._replace(known_as=known_as)
+                return kept.prepared
+        weights = Snapshot(self._read(embed))
+        self._kept = kept = _Kept(settings, weights, self._frozen(embed), known_as)
+        return kept.prepared
 
-    def _known(self, prepared: Prepared) -> _Memory | None:
-        """What is remembered with it; nothing for a compiler, which would compile anew once it changes."""
-        memory = None if native.traced() else self._memory
-        return memory if memory is not None and memory.prepared is prepared else None
+    def _frozen(self, embed: MLP | None) -> Prepared:
+        """`prepare`, with all that can be computed before any data come, of copies of the weights."""
+        prepared, layers = self.prepare(), [] if embed is None else embed.weights()
+        single = kernels.absorb(*prepared[:3]).single
+        if layers is None:  # of an embedding that is no plain perceptron
+            return prepared._replace(single=single)
+        own = {name: _copy(t) for name, t in self._named().items()}
+        copies = [(_copy(weight), _copy(bias)) for weight, bias in layers]
+        plans = kernels.Plans(lambda: _exactly(own, self.num_heads)[:3], copies, own["slots"])
+        return prepared._replace(single=single, plans=plans)
 
-    def _own(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in NAMES}
+    def _read(self, embed: MLP | None) -> list[Tensor]:
+        """All weights that a `Prepared` depends on."""
+        layers = [] if embed is None else embed.weights() or []
+        return [*self.weights(), *(t for layer in layers for t in layer)]
 
-    def _prepare(self) -> Prepared:
-        return prepare(self._own(), self.num_heads)
-
-    def prepared_exactly(self) -> Prepared:
-        """The same in float64, where no setting has products rounded; never remembered."""
-        self._memory = None if torch.is_grad_enabled() else self._memory  # as above
-        with torch.autocast(self.slots.device.type, enabled=False):
-            return prepare({name: p.double() for name, p in self._own().items()}, self.num_heads)
+    def _named(self) -> dict[str, Tensor]:
+        return dict(zip(NAMES, self.weights(), strict=True))
 
     def observe(
         self,
@@ -122,19 +137,18 @@ class Observation(nn.Module):
         embed: MLP | None = None,
     ) -> AttentionState:
         """The state of exactly these tokens (or points that `embed` makes tokens), for all blocks at once."""
-        prepared = self.prepared()
+        prepared = self.prepared(embed)
         bias = bias_of(mask, log_weight, data.dtype)
-        found = self._by_machine(prepared, data, bias, embed)
+        found = None if prepared.plans is None else kernels.observe(prepared.plans, data, bias)
         if found is not None:
             shape = data.shape[0], *prepared.queries.shape
             count = _counted(data) if mask is None else mask.sum(-1)
             return AttentionState(found[0].view(shape), found[1].view(shape[:-1]), count)
         tokens = data if embed is None else embed(data)
         if tokens.shape[1] == 1 and bias is None:
-            memory = self._known(prepared)
-            single = absorb(*prepared).single if memory is None else memory.absorbed
+            single = prepared.single or kernels.absorb(*prepared[:3]).single
             out = F.linear(F.layer_norm(tokens[:, 0], (self.dim,)), *single)
-            return AttentionState.of(*self._single(out), _counted(data))
+            return AttentionState.of(*self._of_one(out), _counted(data))
         k, v = self._keys_values(tokens, prepared)
         return AttentionState.observe(prepared.queries, k, v, mask, log_weight)
 
@@ -144,120 +158,21 @@ class Observation(nn.Module):
         data: Float[Tensor, "b 1 i"],
         *,
         embed: MLP | None = None,
-        weights: object = None,
+        known_as: object = None,
     ) -> AttentionState | None:
-        """The state with one point more for each task, where machine code can do it in one call.
-
-        Args:
-            weights: what equals itself only while no weight is replaced or changed in place, here and in
-                `embed`; None if that is not known, and each has to be looked at.
-        """
+        """The state with one point more for each task, where that takes one call; `known_as` as above."""
         if torch.is_grad_enabled() or not _extensible(state, data):
             return None
-        kernels = gpu.usable(data.device)
-        if not (0 < data.shape[0] <= gpu.FEW if kernels else native.usable()):
+        prepared = self.prepared(embed, known_as=known_as)
+        if prepared.plans is None or state.value.shape[1:] != prepared.queries.shape:
             return None
-        memory = self._ready(data, embed, weights, kernels)
-        if memory is None or state.value.shape[1:] != memory.prepared.queries.shape:
-            return None
-        plan, given = memory.latest[1], (data, state.value, state.lse)
-        if plan is None:
-            return None
-        found = gpu.attempt(lambda: gpu.extended(plan, *given)) if kernels else native.update(plan, *given)
+        found = kernels.update(prepared.plans, data, state.value, state.lse)
         return None if found is None else AttentionState(*found, state.count + 1, state.fingerprint)
-
-    def _ready(self, data: Tensor, embed: MLP | None, weights: object, kernels: bool) -> _Memory | None:
-        """What is remembered, with the latest plan for one more point: by kernels, or machine code."""
-        where = data.device.type
-        memory, key = self._memory, (kernels, where, products(where), weights)
-        if weights and memory and memory.latest[0] == key and memory.sum == memory.bits():
-            return memory
-        prepared, memory = self.prepared(), self._memory
-        if memory is None or memory.prepared is not prepared:
-            return None
-        layers = [] if embed is None else embed.weights()
-        plan: Any
-        if kernels:
-            plan = gpu.attempt(lambda: self._kernel_plan(memory, layers))
-        else:
-            plan = self._plan(memory, data, layers)
-            if plan is not None and plan.weights.channels != plan.shape[-1]:  # padded channels
-                plan = None
-        self._memory = ready = memory._replace(latest=(key, plan))
-        return ready
 
     def chunk(self) -> int:
         """How many tokens are best observed at a time: machine code holds only tiles of them."""
         slots = self.slots
-        if torch.is_grad_enabled() or slots.dtype == torch.float64:
-            return 4096
-        if slots.device.type != "cpu":
-            return gpu.CHUNK if gpu.usable(slots.device) else 4096
-        return native.LONGEST if slots.dtype == torch.float32 and native.usable() else 4096
-
-    def _by_machine(
-        self, prepared: Prepared, data: Tensor, bias: Tensor | None, embed: MLP | None
-    ) -> tuple[Tensor, Tensor] | None:
-        """Value and lse by the CPU's machine code or the GPU's kernels, where either serves."""
-        memory = self._known(prepared)
-        layers = [] if embed is None else embed.weights()
-        width = layers[0][0].shape[1] if layers else self.dim
-        if memory is None or data.shape[1] == 0 or data.shape[2] != width:
-            return None
-        bias = None if bias is None else bias.expand(data.shape[:2])
-        if gpu.usable(data.device):
-            return gpu.attempt(lambda: self._by_kernels(memory, data, bias, layers))
-        plan = self._plan(memory, data, layers)
-        return None if plan is None else native.observe(plan, data, bias)
-
-    def _by_kernels(
-        self, memory: _Memory, data: Tensor, bias: Tensor | None, layers: list[tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, Tensor] | None:
-        """What the GPU's kernels make of the data; None of what they cannot take."""
-        plan = self._kernel_plan(memory, layers)
-        if plan is None or data.shape[0] == 0:
-            return None
-        if data.shape[1] > 1 or bias is not None:
-            return gpu.observe(plan, data, bias)
-        with torch.autocast("cuda", enabled=False):
-            tokens = gpu.normed_tokens(plan, data[:, 0])[:, : plan.width]
-            value, lse = self._single(F.linear(tokens, *plan.single))
-        return value[..., :1, :].double().expand_as(value), lse.double()
-
-    def _kernel_plan(self, memory: _Memory, layers: list[tuple[Tensor, Tensor]]) -> gpu.Plan | None:
-        """How the GPU's kernels observe, where they can."""
-        precision = gpu.precision_of(self.slots.dtype)
-        if precision is None:
-            return None
-        key = precision, *identities(t for layer in layers for t in layer)
-        plan: gpu.Plan | None = memory.plans.get(key, UNKNOWN)
-        if plan is UNKNOWN:
-            plan = gpu.plan(absorb(*self.prepared_exactly()), layers, precision)
-            memory.plans.clear()
-            memory.plans[key] = plan
-        return plan
-
-    def _plan(self, memory: _Memory, data: Tensor, layers: list[tuple[Tensor, Tensor]]) -> native.Plan | None:
-        """How machine code observes such data, where there is any, all is float32 and on the CPU."""
-        if data.dtype != torch.float32 or data.device.type != "cpu" or not native.usable():
-            return None
-        key = tuple((t.data_ptr(), t.is_contiguous(), t.dtype) for layer in layers for t in layer)
-        plan: native.Plan | None = memory.plans.get(key, UNKNOWN)
-        if plan is UNKNOWN:
-            known = all(native.reads(t) for t in (self.slots, *(t for layer in layers for t in layer)))
-            exact = (t.float() for t in self.prepared_exactly()) if known else ()
-            plan = native.Plan(native.pack(*exact), layers) if known else None
-            memory.plans.clear()
-            memory.plans[key] = plan
-        return plan
-
-    def _single(self, out: Float[Tensor, "b sv"]) -> tuple[Tensor, Tensor]:
-        """The softmax over one token is one: its scores are the lse, its values every slot's value."""
-        depth, slots, dim = self.slots.shape
-        heads = self.num_heads
-        scores, v = out.split([depth * heads * slots, depth * dim], -1)
-        value = v.view(-1, depth, heads, 1, dim // heads).expand(-1, -1, -1, slots, -1)
-        return value, scores.reshape(-1, depth, heads, slots)
+        return 4096 if torch.is_grad_enabled() else kernels.chunk(slots.dtype, slots.device) or 4096
 
     def forward(
         self, tokens: Float[Tensor, "b n d"], prepared: Prepared | None = None
@@ -272,6 +187,33 @@ class Observation(nn.Module):
         k, v = kv.permute(2, 0, 3, 4, 1, 5).unbind(0)
         return k, v
 
+    def _of_one(self, out: Float[Tensor, "b sv"]) -> tuple[Tensor, Tensor]:
+        """The softmax over one token is one: its scores are the lse, its values every slot's value."""
+        depth, slots, dim = self.slots.shape
+        heads = self.num_heads
+        scores, v = out.split([depth * heads * slots, depth * dim], -1)
+        value = v.view(-1, depth, heads, 1, dim // heads).expand(-1, -1, -1, slots, -1)
+        return value, scores.reshape(-1, depth, heads, slots)
+
+
+def _prepare(own: Mapping[str, Tensor], heads: int) -> Prepared:
+    """A `Prepared` of parameters by their `NAMES`; tokens' scale and shift go into the projection."""
+    scale = 1 / sqrt(own["query"].shape[-1] // heads)
+    q = _normed_slots(own) @ (own["query"] * scale).mT
+    q = q.unflatten(-1, (heads, -1)).transpose(1, 2).contiguous()
+    weight = (own["key_value"] * own["tokens_scale"]).flatten(0, 2)
+    return Prepared(q, weight, (own["key_value"] @ own["tokens_shift"]).flatten())
+
+
+def _exactly(own: Mapping[str, Tensor], heads: int) -> Prepared:
+    with torch.autocast(own["slots"].device.type, enabled=False):
+        return _prepare({name: t.double() for name, t in own.items()}, heads)
+
+
+def _normed_slots(own: Mapping[str, Tensor]) -> Float[Tensor, "depth s d"]:
+    slots = own["slots"]
+    return F.layer_norm(slots, slots.shape[-1:]) * own["slots_scale"] + own["slots_shift"]
+
 
 def _extensible(state: AttentionState, data: Tensor) -> bool:
     """Whether these are plain float64 states where the points are, as many as there are points."""
@@ -284,6 +226,10 @@ def _extensible(state: AttentionState, data: Tensor) -> bool:
         and value.shape[:-1] == state.lse.shape
         and value.shape[0] == data.shape[0]
     )
+
+
+def _copy(t: Tensor) -> Tensor:
+    return t.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _counted(data: Float[Tensor, "b n i"]) -> Tensor:

@@ -14,8 +14,8 @@ from constmem.evaluation.pictures import completions
 from constmem.evaluation.points import evaluate
 from constmem.neural_processes import CMANP, NeuralProcess
 from constmem.stream import Stream
+from constmem.training.log import progress
 from constmem.training.loop import Run, build, train
-from constmem.training.progress import progress
 from constmem.training.recipes import recipe
 from constmem.training.sources import Source, open_source
 

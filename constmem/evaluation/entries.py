@@ -7,11 +7,11 @@ from statistics import mean
 from typing import Any
 
 from constmem.data.catalogue import DATASETS
-from constmem.evaluation.rows import Figure, Row, grouped, model_name
+from constmem.evaluation.rows import Figure, Row, grouped
+from constmem.models import MODELS
+from constmem.models import title_of as model_name
 from constmem.training.recipes import complete
 
-PAPER = ("cnp", "canp", "np", "anp", "bnp", "banp", "tnpd", "eqtnp", "lbanp", "cmanp")
-EVENT_MODELS = ("trivial", "gru", "thp", "cmhp")
 COLUMNS = ("steps", "batch")  # settings that have a column of their own
 PHASES = ("training", "evaluation")
 SHOWN = (  # of events, in order
@@ -52,7 +52,7 @@ class Entry:
     def place(self) -> tuple[Any, ...]:
         """Where it is in a table: data sets in the registry's order, the paper's recipe and models first."""
         base, _, variant = self.model.partition("-")
-        recipe, order = _rank(self.recipe, ("faithful", "improved")), _rank(base, (*PAPER, *EVENT_MODELS))
+        recipe, order = _rank(self.recipe, ("faithful", "improved")), _rank(base, list(MODELS))
         return _rank(self.dataset, tuple(DATASETS)), self.dataset, recipe, order, variant, self.steps
 
     @property

@@ -26,8 +26,8 @@ from constmem.data import (
 from constmem.data.catalogue import DATASETS, title_of
 from constmem.evaluation.events import mark_confusion, rescaled_times
 from constmem.evaluation.points import pit_values
-from constmem.evaluation.rows import model_name
 from constmem.evaluation.runs import metrics_of, open_run
+from constmem.models import title_of as model_name
 from constmem.neural_processes import NeuralProcess
 from constmem.plots import Completion, Fit, Timeline
 from constmem.point_processes import PointProcess

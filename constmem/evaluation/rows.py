@@ -13,7 +13,6 @@ from typing import Any, get_args, get_origin
 from constmem.core.files import read_json
 from constmem.training.recipes import complete
 
-MODEL_NAMES = {"tnpd": "TNP-D", "trivial": "no history"}
 OF_MARKS = ("accuracy", "error", "top5", "accuracy_given_gap", "top5_given_gap")
 OF_DATA = ("data", "contents", "columns")  # what a row says of the data that it was scored on
 
@@ -267,12 +266,6 @@ def grouped(rows: Iterable[Row], *, dataset: str | None = None) -> list[list[Row
         have = ", ".join(sorted({row.dataset for row in rows})) or "no rows at all"
         raise ValueError(f"there are no rows of {dataset or 'any data set'}: there are {have}")
     return [list(seeds.values()) for seeds in groups.values()]
-
-
-def model_name(model: str) -> str:
-    """A model as people write it: cmanp-small is CMANP-small."""
-    base, dash, variant = model.partition("-")
-    return f"{MODEL_NAMES.get(base, base.upper())}{dash}{variant}"
 
 
 def json_text(content: Any) -> str:

@@ -25,12 +25,12 @@ from constmem.evaluation.events import evaluate_events
 from constmem.evaluation.points import evaluate
 from constmem.evaluation.rows import EventScores, Figure, Row, Scores, grouped, kind
 from constmem.evaluation.tables import MORE, other_scores
+from constmem.models import of_events
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
-from constmem.training.folder import LOG, TABLE, device_name, own_data, read_run
-from constmem.training.log import FILE, read_metrics
-from constmem.training.progress import progress
-from constmem.training.recipes import Recipe, of_events
+from constmem.training.folder import EVENTS, TABLE, device_name, own_data, read_run
+from constmem.training.log import progress, read_metrics
+from constmem.training.recipes import read_recipe
 from constmem.training.sources import Source, open_source
 
 # Log-likelihoods of the paper's image table (mean of 5 seeds); for Gaussian processes of its later version.
@@ -92,26 +92,15 @@ class Opened(NamedTuple):
 def open_run(folder: Path, *, data_dir: Path | None, device: torch.device) -> Opened:
     """The run in a folder, with its model on a device."""
     run = read_run(folder)["run"]
-    try:
-        recipe = Recipe(**run["recipe"])
-    except TypeError as error:
-        raise ValueError(f"{folder} was written by another version of constmem: {error}") from error
-    source = open_source(run["dataset"], recipe, data_dir=data_dir, device=device, table=own_data(folder))
+    recipe = read_recipe(run["recipe"])
+    source = open_source(run["dataset"], recipe, data_dir=data_dir, device=device, own=own_data(folder))
     family: Any = PointProcess if of_events(run["model"]) else NeuralProcess
     return Opened(run, family.from_pretrained(folder, device=device), source)
 
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:
-    """The numbers that a run logged at its steps; a value that is no number is refused."""
-    entries = [entry for entry in read_metrics(folder) if "step" in entry]
-    for entry in entries:
-        for key, value in entry.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                shown = json.dumps(value)[:60]
-                raise ValueError(
-                    f"{folder / FILE} is damaged: {key} is {shown}, not a number; delete that line"
-                )
-    return entries
+    """The numbers that a run logged at its steps."""
+    return [entry for entry in read_metrics(folder) if "step" in entry]
 
 
 def evaluate_runs(folders: Sequence[Path], *, data_dir: Path | None, device: str) -> list[Row]:
@@ -161,7 +150,7 @@ def _most(metrics: list[dict[str, float]], key: str) -> Any:
 
 def _own(folder: Path, run: dict[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
     """Of data of one's own: its columns, and a digest of the numbers, which identifies the data."""
-    kept = next((folder / name for name in (LOG, TABLE) if (folder / name).is_file()), None)
+    kept = next((folder / name for name in (EVENTS, TABLE) if (folder / name).is_file()), None)
     if kept is None:
         return None, None
     digest = hashlib.sha256()

@@ -1,111 +1,186 @@
-"""How attention with its log-sum-exp is computed: one dispatcher, one contract, several kernels.
+"""How it is computed: functions on tensors, each of which takes the fastest path that can serve it.
 
-The contract: `attend(q, k, v, bias)` returns `softmax(q k' + bias) v` and the logarithm of the
-normaliser, in float32 or better; `attend_backward` returns the gradients of q, k and v when these
-keys are only a part of a larger softmax, whose value and log-sum-exp are given. Queries come scaled.
+`attend` is PyTorch's operators. `observe`, `update` and `merge` are machine code on a CPU and kernels of our
+own on a GPU; `fold`, `attention` and `feed_forward` are such kernels. These return None where no such path
+serves, and PyTorch's operators do. A path that fails says so in one line of the log and is not tried again:
+`PATHS` shows them (`Path.failed`), `reset()` has them tried anew.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from constmem.kernels import blocked, fused, native, reference
+from constmem.kernels import cpu, gpu, library
+from constmem.kernels.fused import attend, attend_backward, choose
+from constmem.kernels.gpu_fold import fold
+from constmem.kernels.graphs import Graphs
+from constmem.kernels.layers import attention, feed_forward
+from constmem.kernels.paths import CPU, GPU, PATHS, Path, traced
+from constmem.kernels.reference import EMPTY, Absorbed, Chunk, absorb, accumulate, joined, perceptron, scores
+
+__all__ = [
+    "EMPTY",
+    "PATHS",
+    "Absorbed",
+    "Chunk",
+    "Graphs",
+    "Path",
+    "Plans",
+    "absorb",
+    "accumulate",
+    "attend",
+    "attend_backward",
+    "attention",
+    "checksum",
+    "choose",
+    "chunk",
+    "feed_forward",
+    "fold",
+    "joined",
+    "merge",
+    "observe",
+    "perceptron",
+    "plain",
+    "reset",
+    "scores",
+    "update",
+]
+
+Exact = Callable[[], tuple[Float[Tensor, "*depth h s c"], Float[Tensor, "kv d"], Float[Tensor, " kv"]]]
+_UNKNOWN: Any = object()
 
 
-class Kernel(NamedTuple):
-    """One way to compute attention; `alignment` is what its channel count must be a multiple of."""
+class Plans:
+    """How the paths observe with one set of weights, which does not change: laid out at first use.
 
-    name: str
-    supports: Callable[..., bool]
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    alignment: int
-
-
-REFERENCE = Kernel("reference", reference.supports, reference.forward, reference.backward, 1)
-FUSED_CPU = Kernel("fused-cpu", fused.supports_cpu, fused.forward_cpu, fused.backward_cpu, 1)
-BLOCKED_CPU = Kernel("blocked-cpu", blocked.supports, blocked.forward, fused.backward_cpu, 1)
-FUSED_CUDA = Kernel("fused-cuda", fused.supports_cuda, fused.forward_cuda, fused.backward_cuda, 8)
-KERNELS = (BLOCKED_CPU, FUSED_CPU, FUSED_CUDA, REFERENCE)  # the first that supports its arguments is taken
-
-
-def choose(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Kernel:
-    """The fastest kernel that can take these arguments.
-
-    Function transforms (vmap, grad of grad) and `torch.export` get the plain kernel: it is made of
-    portable operators only. So does a single point, which has no softmax to fuse.
+    Args:
+        exact: gives the queries, and the projection to keys and values, in float64.
+        layers: weight and bias of each layer of an embedding; none where data are tokens.
+        slots: one of the weights, of the width of a token.
     """
-    if native.transformed() or torch.compiler.is_exporting() or k.shape[-2] == 1:
-        return REFERENCE
-    return next(kernel for kernel in KERNELS if kernel.supports(q, k, v, bias))
+
+    def __init__(self, exact: Exact, layers: Sequence[tuple[Tensor, Tensor]], slots: Tensor) -> None:
+        self.exact, self.layers, self.slots = exact, layers, slots
+        self.inputs = layers[0][0].shape[1] if layers else slots.shape[-1]
+        self._laid: dict[str, Any] = {}  # by precision; another thread may lay out the same at the same time
+
+    def cpu(self) -> cpu.Plan | None:
+        """For machine code, if it can read these weights."""
+        plan: cpu.Plan | None = self._laid.get("cpu", _UNKNOWN)
+        if plan is _UNKNOWN:
+            known = all(cpu.reads(t) for t in (self.slots, *(t for layer in self.layers for t in layer)))
+            exact = (t.float() for t in self.exact()) if known else ()
+            plan = self._laid["cpu"] = cpu.Plan(cpu.pack(*exact), self.layers) if known else None
+        return plan
+
+    def gpu(self) -> gpu.Plan | None:
+        """For the GPU's kernels, in the precision that is asked for, if they can take it."""
+        precision = gpu.precision_of(self.slots.dtype)
+        if precision is None:
+            return None
+        plan: gpu.Plan | None = self._laid.get(precision, _UNKNOWN)
+        if plan is _UNKNOWN:
+            plan = self._laid[precision] = gpu.plan(absorb(*self.exact()), self.layers, precision)
+        return plan
 
 
-def attend(
-    q: Float[Tensor, "h s c"],
-    k: Float[Tensor, "b h n c"],
-    v: Float[Tensor, "b h n c"],
-    bias: Float[Tensor, "b n"] | None = None,
-) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h s"]]:
-    """Attention and the logarithm of its normaliser, differentiable in both."""
-    kernel = choose(q, k, v, bias)
-    if kernel is REFERENCE:
-        return reference.forward(q, k, v, bias)
-    value, lse = _Attend.apply(kernel, q, k, v, bias)  # type: ignore[no-untyped-call]
-    return value, lse
+def observe(
+    plans: Plans, data: Float[Tensor, "b n i"], bias: Float[Tensor, "b n"] | None
+) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h s"]] | None:
+    """Value and lse of each task's points, for heads of all blocks; those of bias `EMPTY` are left out."""
+    if data.shape[1] == 0 or data.shape[2] != plans.inputs:
+        return None
+    bias = None if bias is None else bias.expand(data.shape[:2])
+    if gpu.usable(data.device):
+        return GPU.attempt(lambda: _by_kernels(plans, data, bias))
+    if not _by_machine_code(data):
+        return None
+    plan = plans.cpu()
+    return None if plan is None else cpu.observe(plan, data, bias)
 
 
-def attend_backward(
-    kernel: Kernel,
-    q: Float[Tensor, "h s c"],
-    k: Float[Tensor, "b h n c"],
-    v: Float[Tensor, "b h n c"],
-    bias: Float[Tensor, "b n"] | None,
-    value: Float[Tensor, "b h s c"],
-    lse: Float[Tensor, "b h s"],
-    grad_value: Float[Tensor, "b h s c"],
-    grad_lse: Float[Tensor, "b h s"] | None,
-) -> tuple[Float[Tensor, "h s c"], Float[Tensor, "b h n c"], Float[Tensor, "b h n c"]]:
-    """Gradients of q, k, v given those of the value and, where there are any, of the lse.
-
-    Kernels know nothing of a gradient of the lse. It is smuggled in as one more channel: values of
-    one there, the gradient of the lse as its gradient, and an output declared to be zero, turn
-    `p (g v' - sum(g * value))` into `p (g v' - sum(g * value) + grad_lse)`.
-    """
-    channels = k.shape[-1]
-    if grad_lse is not None:
-        pad = kernel.alignment
-        ones = torch.zeros(pad, dtype=v.dtype, device=v.device)
-        ones[0] = 1
-        v = torch.cat([v, ones.expand(*v.shape[:-1], pad)], -1)
-        q, k, value = (F.pad(t, (0, pad)) for t in (q, k, value))
-        grad_value = torch.cat([grad_value, grad_lse[..., None].to(grad_value.dtype)], -1)
-        grad_value = F.pad(grad_value, (0, pad - 1))
-    grads = kernel.backward(q, k, v, bias, value, lse, grad_value)
-    grad_q, grad_k, grad_v = (grad[..., :channels] for grad in grads)
-    return grad_q.sum(0), grad_k, grad_v
+def update(
+    plans: Plans, data: Float[Tensor, "b 1 i"], value: Float[Tensor, "b *h s c"], lse: Float[Tensor, "b *h s"]
+) -> tuple[Float[Tensor, "b *h s c"], Float[Tensor, "b *h s"]] | None:
+    """States in float64 with one point more for each task."""
+    if data.shape[2] != plans.inputs:
+        return None
+    if gpu.usable(data.device):
+        few = 0 < data.shape[0] <= gpu.FEW
+        plan = GPU.attempt(plans.gpu) if few else None
+        return None if plan is None else GPU.attempt(lambda: gpu.extended(plan, data, value, lse))
+    ready = plans.cpu() if _by_machine_code(data) else None
+    if ready is None or ready.weights.channels != ready.shape[-1]:  # padded channels
+        return None
+    return cpu.update(ready, data, value, lse)
 
 
-class _Attend(torch.autograd.Function):
-    """A fused kernel with a gradient for both of its outputs."""
+def merge(
+    value: Float[Tensor, "*h s c"],
+    lse: Float[Tensor, "*h s"],
+    other_value: Float[Tensor, "*#h s c"],
+    other_lse: Float[Tensor, "*#h s"],
+) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]] | None:
+    """The algebra's `merge` of float64 tensors of one shape, in one pass."""
+    given = value, lse, other_value, other_lse
+    if cpu.merges(*given):
+        return cpu.merge(*given)
+    return GPU.attempt(lambda: gpu.merge(*given)) if gpu.merges(*given) else None
 
-    @staticmethod
-    def forward(
-        ctx: Any, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        value, lse = kernel.forward(q, k, v, bias)
-        ctx.kernel = kernel
-        ctx.save_for_backward(q, k, v, bias, value, lse)
-        ctx.set_materialize_grads(False)
-        return value, lse
 
-    @staticmethod
-    def backward(ctx: Any, grad_value: Tensor | None, grad_lse: Tensor | None) -> Any:
-        q, k, v, bias, value, lse = ctx.saved_tensors
-        if grad_value is None:
-            grad_value = torch.zeros_like(value)
-        grads = attend_backward(ctx.kernel, q, k, v, bias, value, lse, grad_value, grad_lse)
-        return None, *grads, None
+def chunk(dtype: torch.dtype, device: torch.device) -> int | None:
+    """How many points are best observed at a time by what serves there; None where operators do."""
+    if dtype == torch.float64:
+        return None
+    if gpu.usable(device):
+        return gpu.CHUNK
+    return cpu.LONGEST if dtype == torch.float32 and device.type == "cpu" and cpu.usable() else None
+
+
+def checksum(tensors: Sequence[Tensor]) -> cpu.Checksum | None:
+    """What finds a number that changes with any bit of these; None where there is no machine code for it."""
+    able = cpu.usable() and all(t.device.type == "cpu" and t.is_contiguous() for t in tensors)
+    able = able and all(t.data_ptr() or t.numel() == 0 for t in tensors)  # memory may have been given back
+    return cpu.Checksum(tensors) if able else None
+
+
+def plain(device: torch.device) -> bool:
+    """Whether tensors there are ordinary ones, which something may be remembered of."""
+    return not traced() and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def reset() -> None:
+    """Have all paths tried anew, as in a new process."""
+    for path in PATHS:
+        path.reset()
+    library.library.cache_clear()
+    gpu.forget()
+
+
+def _by_machine_code(data: Tensor) -> bool:
+    if data.dtype != torch.float32 or data.device.type != "cpu" or not cpu.usable():
+        return False
+    CPU.chosen()
+    return True
+
+
+def _by_kernels(
+    plans: Plans, data: Tensor, bias: Tensor | None
+) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h s"]] | None:
+    """What the GPU's kernels make of the data; None of what they cannot take."""
+    plan = plans.gpu()
+    if plan is None or data.shape[0] == 0:
+        return None
+    GPU.chosen()
+    if data.shape[1] > 1 or bias is not None:
+        return gpu.observe(plan, data, bias)
+    heads, channels, _ = plan.project.shape
+    with torch.autocast("cuda", enabled=False):
+        out = F.linear(gpu.normed_tokens(plan, data[:, 0])[:, : plan.width], *plan.single).double()
+    lse, value = out.split([len(plan.score), heads * channels], -1)
+    lse = lse.unflatten(-1, (heads, -1))
+    return value.view(-1, heads, 1, channels).expand(-1, -1, lse.shape[-1], -1), lse

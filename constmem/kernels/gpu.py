@@ -1,25 +1,24 @@
 """Where a GPU observes and merges by kernels of our own: what they can take, and what happens if they fail.
 
-`triton.py` and `triton_merge.py` hold the kernels. They are imported at first use; where Triton is missing,
+`triton_observe.py` and `triton_merge.py` hold the kernels, imported at first use; where Triton is missing,
 the GPU too old, a size beyond what a program can hold, or a launch fails, one line in the log says so and
 PyTorch's operators serve. CONSTMEM_NATIVE=0 switches the kernels off, like the CPU's machine code.
 """
 
 import functools
 import importlib
-import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import log2
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from constmem.kernels.absorption import Absorbed
-from constmem.kernels.native import coarse, traced
+from constmem.kernels.paths import GPU, coarse, traced
+from constmem.kernels.reference import Absorbed
 
 WIDEST = {"half": 128, "tf32": 64, "exact": 64}  # channels of a token
 ROWS = 128  # slots are padded to a multiple of this
@@ -31,9 +30,6 @@ FEWEST = 16  # states up to which every program that merges embeds the point its
 PROGRAMS = 8  # that merge, on a multiprocessor
 CHUNK = 2**19  # points a model observes at a time
 _LARGEST_HALF = 3e4
-_log = logging.getLogger("constmem")
-_failures: list[str] = []
-_Result = TypeVar("_Result")
 
 
 class Plan(NamedTuple):
@@ -52,7 +48,7 @@ class Plan(NamedTuple):
 
 def usable(device: torch.device) -> bool:
     """Whether kernels run there, on ordinary tensors, and none has failed yet."""
-    if device.type != "cuda" or _failures or traced() or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or GPU.failed or traced() or torch.cuda.is_current_stream_capturing():
         return False
     return able(device.index)
 
@@ -71,7 +67,7 @@ def place(index: int | None) -> torch.device:
 def _able(index: int | None) -> bool:
     found = torch.cuda.get_device_capability(index)
     if found < OLDEST:
-        _say(f"its compute capability is {found}, and {OLDEST} is needed")
+        GPU.unfit(f"its compute capability is {found}, and {OLDEST} is needed")
     return found >= OLDEST
 
 
@@ -81,9 +77,9 @@ def _kernels() -> Any:
     if os.environ.get("CONSTMEM_NATIVE", "1") == "0":
         return None
     try:
-        return importlib.import_module("constmem.kernels.triton")
+        return importlib.import_module("constmem.kernels.triton_observe")
     except Exception as error:  # Triton's import can fail in many ways, none of which must stop anybody
-        _say(f"{type(error).__name__}: {error}")
+        GPU.unfit(f"{type(error).__name__}: {error}")
         return None
 
 
@@ -93,25 +89,10 @@ def _merging() -> Any:
     return importlib.import_module("constmem.kernels.triton_merge")
 
 
-@functools.cache
-def _say(why: str) -> None:
-    """One line in the log, the first time."""
-    _log.warning("no kernels of our own for this on the GPU, PyTorch's operators serve: %s", why[:500])
-
-
-def attempt(work: Callable[[], _Result], failures: list[str] | None = None) -> _Result | None:
-    """What `work` gives; None if it fails, but for want of memory.
-
-    Kernels that failed once are never tried again; other work keeps `failures` of its own.
-    """
-    try:
-        return work()
-    except Exception as error:  # whatever a compiler or a driver comes up with
-        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):  # as drivers say it
-            raise
-        (_failures if failures is None else failures).append(repr(error))
-        _say(f"{type(error).__name__}: {error}")
-        return None
+def forget() -> None:
+    """Ask anew for kernels and GPUs."""
+    for known in (_able, _kernels):
+        known.cache_clear()
 
 
 def precision_of(dtype: torch.dtype) -> str | None:
@@ -141,7 +122,7 @@ def plan(absorbed: Absorbed, layers: Sequence[tuple[Tensor, Tensor]], precision:
     if precision == "half" and float(rows.abs().max()) > _LARGEST_HALF:
         precision = "tf32"
     if d > WIDEST[precision]:
-        _say(f"tokens or an embedding of {d} channels, more than {WIDEST[precision]} in {precision!r}")
+        GPU.unfit(f"tokens or an embedding of {d} channels, more than {WIDEST[precision]} in {precision!r}")
         return None
     operands = torch.float16 if precision == "half" else torch.float32
     embedding, bias = _square(_turned(layers, turn), d, double=precision == "exact")

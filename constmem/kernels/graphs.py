@@ -13,14 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from constmem.kernels import gpu
+from constmem.kernels.paths import GRAPHS
 
 LARGEST = 2**22  # numbers given: beyond, launches are no longer what takes the time
 PATIENCE = 2  # calls before one is worth capturing
 KEPT = 4  # graphs of one model
 REMEMBERED = 64  # kinds of calls that are counted
-_failures: list[str] = []
-
-
 Result = TypeVar("Result", Tensor, tuple[Tensor, Tensor])
 
 
@@ -50,7 +48,7 @@ class Graphs:
     def run(self, module: nn.Module, work: Callable[..., Result], *given: Tensor) -> Result:
         """work(*given), which depends on nothing but `given` and the weights of `module`."""
         numbers = sum(t.numel() for t in given)
-        if torch.is_grad_enabled() or numbers > LARGEST or _failures or not gpu.usable(given[0].device):
+        if torch.is_grad_enabled() or numbers > LARGEST or GRAPHS.failed or not gpu.usable(given[0].device):
             return work(*given)
         weights = list(_weights(module))
         settings = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
@@ -65,7 +63,7 @@ class Graphs:
                 return work(*given)
             if len(self._captured) >= KEPT:
                 self._captured.clear()
-            found = gpu.attempt(lambda: _capture(work, given, weights), _failures)
+            found = GRAPHS.attempt(lambda: _capture(work, given, weights))
             if found is None:
                 return work(*given)
             self._calls.clear()

@@ -5,6 +5,7 @@
 
 #include <mutex>
 
+#include "native_checksum.h"
 #include "native_merge.h"
 #include "native_one.h"
 #include "native_threads.h"
@@ -17,19 +18,21 @@ namespace {  // so that two builds of this library in one process do not share t
 class Borrowed {
     static inline std::mutex lock;
     static inline std::vector<Partial> spare;
+    static constexpr size_t KEPT = 16;
 
   public:
     std::vector<Partial> parts;
     Borrowed(const Plan& p, long count) : parts(count) {
         {
             const std::lock_guard<std::mutex> held(lock);
+            spare.reserve(KEPT);  // so that the destructor needs no memory
             for (long i = 0; i < count && !spare.empty(); i++) parts[i] = std::move(spare.back()), spare.pop_back();
         }
         for (Partial& part : parts) part.clear(p);
     }
     ~Borrowed() {
         const std::lock_guard<std::mutex> held(lock);
-        while (!parts.empty() && spare.size() < 16) spare.push_back(std::move(parts.back())), parts.pop_back();
+        while (!parts.empty() && spare.size() < KEPT) spare.push_back(std::move(parts.back())), parts.pop_back();
     }
 };
 }  // namespace
@@ -96,6 +99,8 @@ static void observe_as(const Plan& p, long tasks, long points, const float* data
                        double* value, double* lse) {
     const long in = p.widths[0], states = p.heads * p.slots, piece = TILES * TILE;
     const long pieces = (points + piece - 1) / piece;
+    const long products = p.heads * p.channels * 2 * (p.widths[p.layers] + padded_slots(p));  // of a point
+    threads = threads_for(tasks * points * products, threads, 1 << 24);
     threads = std::max<long>(1, std::min<long>(threads, tasks < threads ? pieces : tasks));
     Borrowed borrowed(p, threads);
     std::vector<Scratch> scratch(threads, Scratch(p, TILES));
@@ -132,66 +137,67 @@ int64_t has_bfloat16() {
 
 // The state of each task's points: value (tasks, heads, slots, channels) and lse (tasks, heads, slots). Where
 // `coarse`, which asks for `has_bfloat16`, shares and values are multiplied as bfloat16.
-void observe(const Plan* plan, int64_t tasks, int64_t points, const float* data, const float* log_weight,
-             int64_t threads, int64_t coarse, double* value, double* lse) {
+int64_t observe(const Plan* plan, int64_t tasks, int64_t points, const float* data, const float* log_weight,
+                int64_t threads, int64_t coarse, double* value, double* lse) {
+    return guarded([&] {
 #if defined(HAS_BFLOAT16)
-    if (coarse) return observe_as<Coarse>(*plan, tasks, points, data, log_weight, threads, value, lse);
+        if (coarse) return observe_as<Coarse>(*plan, tasks, points, data, log_weight, threads, value, lse);
 #endif
-    (void)coarse;
-    observe_as<Exact>(*plan, tasks, points, data, log_weight, threads, value, lse);
-}
-
-// The state of one point for each task: its values (tasks, heads, channels) are every slot's.
-void observe_one(const Plan* plan, int64_t tasks, const float* data, int64_t threads, double* value, double* lse) {
-    const Plan& p = *plan;
-    const long states = p.heads * p.slots;
-    threads = threads_for(tasks * states * 4, threads);
-    std::vector<Single> singles(threads, Single(p));
-    in_threads(tasks, threads, [&](long task, long worker) {
-        singles[worker].see(data + task * p.widths[0], value + task * p.heads * p.channels, lse + task * states);
+        (void)coarse;
+        observe_as<Exact>(*plan, tasks, points, data, log_weight, threads, value, lse);
     });
 }
 
-// Adds up every `step`-th word of each piece of memory: tells whether weights were written to.
-uint64_t sum_of_bits(int64_t pieces, const uint32_t* const* piece, const int64_t* words, const int64_t* step) {
-    uint64_t sum = 0;
-    for (long i = 0; i < pieces; i++) {
-        uint64_t own = 0;
-        for (long at = 0; at < words[i]; at += step[i]) own += piece[i][at];
-        sum = sum * 1000003 + own;
-    }
-    return sum;
+// The state of one point for each task: its values (tasks, heads, channels) are every slot's.
+int64_t observe_one(const Plan* plan, int64_t tasks, const float* data, int64_t threads, double* value, double* lse) {
+    return guarded([&] {
+        const Plan& p = *plan;
+        const long states = p.heads * p.slots, several = threads_for(tasks * states * 4, threads);
+        std::vector<Single> singles(several, Single(p));
+        in_threads(tasks, several, [&](long task, long worker) {
+            singles[worker].see(data + task * p.widths[0], value + task * p.heads * p.channels, lse + task * states);
+        });
+    });
+}
+
+// A number that changes when a bit of these pieces of memory does.
+uint64_t checksum(int64_t pieces, const unsigned char* const* piece, const int64_t* bytes) {
+    return checksum_of(pieces, piece, bytes);
 }
 
 // The union of two sets of points, by `merge_states`.
-void merge(int64_t states, int64_t channels, const double* value, const double* lse, const double* other, int64_t shared,
-           const double* other_lse, int64_t threads, double* merged, double* merged_lse) {
-    const long pieces = states / shared;
-    threads = std::min<long>(threads_for(states * channels, threads), std::max<long>(1, pieces));
-    const bool past = too_large_to_keep(merged, states * channels) && channels % 8 == 0;
-    in_threads(threads, threads, [&](long worker, long) {
-        const long from = pieces * worker / threads, at = from * shared;
-        const long count = pieces * (worker + 1) / threads * shared - at;
-        merge_states(count, channels, value + at * channels, lse + at, other + from * channels, shared,
-                     other_lse + at, past, merged + at * channels, merged_lse + at);
+int64_t merge(int64_t states, int64_t channels, const double* value, const double* lse, const double* other,
+              int64_t shared, const double* other_lse, int64_t threads, double* merged, double* merged_lse) {
+    return guarded([&] {
+        const long pieces = states / shared;
+        const long several = std::min<long>(threads_for(states * channels, threads), std::max<long>(1, pieces));
+        const bool past = too_large_to_keep(merged, states * channels) && channels % 8 == 0;
+        in_threads(several, several, [&](long worker, long) {
+            const long from = pieces * worker / several, at = from * shared;
+            const long count = pieces * (worker + 1) / several * shared - at;
+            merge_states(count, channels, value + at * channels, lse + at, other + from * channels, shared,
+                         other_lse + at, past, merged + at * channels, merged_lse + at);
+        });
     });
 }
 
 // Each task's state with one point more: `observe_one` and `merge` without anything between them.
-void update(const Plan* plan, int64_t tasks, const float* data, const double* value, const double* lse, int64_t threads,
-            double* merged, double* merged_lse) {
-    const Plan& p = *plan;
-    const long states = p.heads * p.slots, numbers = states * p.channels;
-    threads = std::min<long>(threads_for(tasks * numbers, threads), std::max<long>(1, tasks));
-    const bool past = too_large_to_keep(merged, tasks * numbers) && p.channels % 8 == 0;
-    in_threads(threads, threads, [&](long worker, long) {
-        Single single(p);
-        std::vector<double> new_value(p.heads * p.channels), new_lse(states);
-        for (long task = tasks * worker / threads; task < tasks * (worker + 1) / threads; task++) {
-            single.see(data + task * p.widths[0], new_value.data(), new_lse.data());
-            merge_states(states, p.channels, value + task * numbers, lse + task * states, new_value.data(), p.slots,
-                         new_lse.data(), past, merged + task * numbers, merged_lse + task * states);
-        }
+int64_t update(const Plan* plan, int64_t tasks, const float* data, const double* value, const double* lse,
+               int64_t threads, double* merged, double* merged_lse) {
+    return guarded([&] {
+        const Plan& p = *plan;
+        const long states = p.heads * p.slots, numbers = states * p.channels;
+        const long several = std::min<long>(threads_for(tasks * numbers, threads), std::max<long>(1, tasks));
+        const bool past = too_large_to_keep(merged, tasks * numbers) && p.channels % 8 == 0;
+        in_threads(several, several, [&](long worker, long) {
+            Single single(p);
+            std::vector<double> new_value(p.heads * p.channels), new_lse(states);
+            for (long task = tasks * worker / several; task < tasks * (worker + 1) / several; task++) {
+                single.see(data + task * p.widths[0], new_value.data(), new_lse.data());
+                merge_states(states, p.channels, value + task * numbers, lse + task * states, new_value.data(),
+                             p.slots, new_lse.data(), past, merged + task * numbers, merged_lse + task * states);
+            }
+        });
     });
 }
 }

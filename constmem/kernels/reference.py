@@ -1,13 +1,15 @@
-"""The plain attention kernel: what every faster kernel must agree with, on any device and dtype."""
+"""What every faster way must agree with, on any device and dtype: attention, embeddings, absorbed queries."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-
-def supports(*_: Tensor | None) -> bool:
-    """Everything: this is the fallback."""
-    return True
+Chunk = tuple[Tensor, Tensor, Tensor | None]  # x, y, mask
+EMPTY = -(2.0**100)  # the lse of nothing: about -1e30, and the same number in float64, float32 and bfloat16
 
 
 def scores(
@@ -58,3 +60,65 @@ def backward(
         (grad_scores.mT @ q.to(wide)).to(k.dtype),
         (shares.mT @ g).to(v.dtype),
     )
+
+
+class Absorbed(NamedTuple):
+    """All that meets normalised tokens: rows whose products with them are scores, and what makes values."""
+
+    rows: Float[Tensor, "s d"]  # q Wk of all slots of all heads
+    score: Float[Tensor, " s"]  # what the shift of keys adds to every score
+    project: Float[Tensor, "h c d"]  # from mean tokens to values
+    shift: Float[Tensor, "h c"]
+
+    @property
+    def single(self) -> tuple[Float[Tensor, "sv d"], Float[Tensor, " sv"]]:
+        """Scores and values of a token by one product."""
+        weight = torch.cat([self.rows, self.project.flatten(0, 1)])
+        return weight, torch.cat([self.score, self.shift.flatten()])
+
+
+def absorb(
+    queries: Float[Tensor, "*depth h s c"], weight: Float[Tensor, "kv d"], shift: Float[Tensor, " kv"]
+) -> Absorbed:
+    """Queries, and the projection to keys and values of all heads, as tokens meet them; differentiable."""
+    queries = queries.flatten(0, -3)
+    heads, _, channels = queries.shape
+    (key, value), (key_shift, value_shift) = weight.chunk(2), shift.chunk(2)
+    rows = (queries @ key.unflatten(0, (heads, channels))).flatten(0, 1)
+    score = (queries @ key_shift.view(heads, channels, 1)).flatten()
+    return Absorbed(rows, score, value.unflatten(0, (heads, channels)), value_shift.view(heads, channels))
+
+
+def perceptron(
+    x: Float[Tensor, "*b i"], layers: Iterable[tuple[Float[Tensor, "_o _i"], Float[Tensor, " _o"]]]
+) -> Float[Tensor, "*b o"]:
+    """Linear layers, each a weight and a bias, with ReLU between them."""
+    in_place = not torch.is_grad_enabled()  # what is needed no more is written over: a sixth faster
+    for i, (weight, bias) in enumerate(layers):
+        x = F.linear(x if i == 0 else F.relu(x, inplace=in_place), weight, bias)
+    return x
+
+
+def joined(*chunks: Chunk) -> Chunk:
+    """Concatenate chunks; there is a mask if any of them has one."""
+    if len(chunks) == 1:
+        return chunks[0]
+    xs, ys, masks = zip(*chunks, strict=True)
+    if all(mask is None for mask in masks):
+        return torch.cat(xs, 1), torch.cat(ys, 1), None
+    filled = [
+        torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
+        for x, mask in zip(xs, masks, strict=True)
+    ]
+    return torch.cat(xs, 1), torch.cat(ys, 1), torch.cat(filled, 1)
+
+
+def accumulate(grads: dict[int, Tensor], found: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+    """Add gradients to those of the same leaves so far."""
+    for leaf, grad in found:
+        if grad is None:
+            continue
+        if id(leaf) in grads:
+            grads[id(leaf)] += grad
+        else:
+            grads[id(leaf)] = grad.clone()

@@ -1,6 +1,7 @@
 """The gradients of softmaxes over normalised tokens, written in Triton: those of rows, and those of tokens.
 
-Forwards (`triton.py`) every row a of a matrix takes the mean of tokens, m = sum p h with p = exp(a h - lse).
+Forwards (`triton_observe.py`) every row a of a matrix takes the mean of tokens,
+m = sum p h with p = exp(a h - lse).
 Given the gradients g of m and e of lse, and delta = g m - e,
 
     ds = p (g h - delta),    da = sum over tokens of ds h,    dh = sum over rows of ds a + p g.
@@ -22,7 +23,7 @@ import triton.language as tl
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from constmem.kernels.triton import LN2, Tiles, launch
+from constmem.kernels.triton_observe import LN2, Tiles, launch
 
 LIFT = 14.0
 

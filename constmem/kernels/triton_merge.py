@@ -10,7 +10,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from constmem.kernels.triton import launch
+from constmem.kernels.triton_observe import launch
 
 MERGED = 64  # slots a program merges
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from constmem import models as registry
 from constmem.neural_processes.base import NeuralProcess
 from constmem.neural_processes.bootstrap import BANP, BNP
 from constmem.neural_processes.cmanp import CMANP
@@ -13,16 +14,7 @@ from constmem.neural_processes.stored import StoredPoints
 from constmem.neural_processes.transformers import EQTNP, LBANP, TNPD
 
 MODELS: dict[str, type[NeuralProcess[Any, Any]]] = {
-    "cnp": CNP,
-    "canp": CANP,
-    "np": NP,
-    "anp": ANP,
-    "bnp": BNP,
-    "banp": BANP,
-    "tnpd": TNPD,
-    "eqtnp": EQTNP,
-    "lbanp": LBANP,
-    "cmanp": CMANP,
+    name: globals()[registry.MODELS[name].kind] for name in registry.POINTS
 }
 
 __all__ = [

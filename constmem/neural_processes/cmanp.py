@@ -8,12 +8,11 @@ from torch import Tensor, nn
 
 from constmem.core import checks
 from constmem.core.block import CMABStack
-from constmem.core.fold import Chunk, fold
-from constmem.core.gpu_fold import fused_fold
+from constmem.core.fold import Chunk, fold, fused_fold
 from constmem.core.layers import MLP, CrossAttention, FeedForward, Residual
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
-from constmem.kernels.graphs import Graphs
+from constmem.kernels import Graphs
 from constmem.neural_processes.base import NeuralProcess
 from constmem.neural_processes.heads import Gaussian, Std, decode_levels
 
@@ -101,7 +100,7 @@ class CMANP(NeuralProcess):
             own_x, own_y, _ = self._scaled((x, y, None))
             points, weights = torch.cat([own_x, own_y], -1).to(self.dtype), self._weights_of(state)
             observation = self.stack.observation
-            found = observation.extended(state, points, embed=self.embed, weights=weights)
+            found = observation.extended(state, points, embed=self.embed, known_as=weights)
             if found is not None and checks.surely_finite(points):  # asked last: a GPU is at work meanwhile
                 return found
         return super()._extended(state, x, y, mask, chunk)
@@ -117,10 +116,7 @@ class CMANP(NeuralProcess):
         return fold(_Projection(self.embed, observation), observation.prepared().queries, chunks)
 
     def observing_parameters(self) -> list[Tensor]:
-        modules = *self.embed.layers, self.stack.observation
-        own = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-        inner = [child for m in modules for child in m._modules.values() if child is not None]
-        return own + [t for child in inner for t in (*child.parameters(), *child.buffers())]  # parametrized
+        return [*self.embed.tensors(), *self.stack.observation.weights()]
 
     @property
     def layout(self) -> tuple[int, ...]:

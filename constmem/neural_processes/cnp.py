@@ -69,7 +69,7 @@ class CNP(NeuralProcess[AttentionState, Tensor]):
         return self.encoder.observe(torch.cat([x, y], -1).to(self.dtype), mask, log_weight)
 
     def observing_parameters(self) -> list[Tensor]:
-        return [*self.encoder.pre.parameters(), *self.encoder.pre.buffers()]
+        return self.encoder.observing()
 
     @property
     def layout(self) -> tuple[int, ...]:

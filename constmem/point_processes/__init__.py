@@ -2,13 +2,16 @@
 
 from typing import Any
 
+from constmem import models as registry
 from constmem.point_processes.base import PointProcess, Transition
 from constmem.point_processes.baselines import GRU, THP, Trivial
 from constmem.point_processes.cmhp import CMHP
 from constmem.point_processes.model import Prediction
 from constmem.point_processes.states import ConstantState, EventMonoid, EventState, StoredEvents
 
-MODELS: dict[str, type[PointProcess[Any]]] = {"trivial": Trivial, "gru": GRU, "thp": THP, "cmhp": CMHP}
+MODELS: dict[str, type[PointProcess[Any]]] = {
+    name: globals()[registry.MODELS[name].kind] for name in registry.EVENTS
+}
 
 __all__ = [
     "CMHP",

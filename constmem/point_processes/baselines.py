@@ -44,10 +44,9 @@ class Trivial(PointProcess[EventMonoid]):
         dropout: float = 0.0,
         unit: str | None = None,
     ) -> None:
-        config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__(
             num_marks=num_marks, features=dim, hidden=hidden, components=components,
-            mark_given_gap=mark_given_gap, dropout=dropout, unit=unit, config=config,
+            mark_given_gap=mark_given_gap, dropout=dropout, unit=unit,
         )  # fmt: skip
         self.known = nn.Parameter(torch.randn(dim))
 
@@ -98,10 +97,9 @@ class GRU(Transition):
         dropout: float = 0.1,
         unit: str | None = None,
     ) -> None:
-        config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__(
             num_marks=num_marks, features=dim, hidden=hidden, components=components,
-            mark_given_gap=mark_given_gap, dropout=dropout, unit=unit, config=config,
+            mark_given_gap=mark_given_gap, dropout=dropout, unit=unit,
         )  # fmt: skip
         self.marks = MarkEmbedding(num_marks=num_marks, dim=dim)
         self.gaps = GapFeatures(dim=dim)
@@ -166,10 +164,9 @@ class THP(PointProcess[StoredEvents]):
         mark_given_gap: bool = False,
         unit: str | None = None,
     ) -> None:
-        config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__(
             num_marks=num_marks, features=dim, hidden=hidden, components=components,
-            mark_given_gap=mark_given_gap, dropout=dropout, unit=unit, config=config,
+            mark_given_gap=mark_given_gap, dropout=dropout, unit=unit,
         )  # fmt: skip
         positive("depth", depth)
         self.marks = MarkEmbedding(num_marks=num_marks, dim=dim)

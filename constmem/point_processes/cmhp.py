@@ -93,10 +93,9 @@ class CMHP(PointProcess[ConstantState]):
         dropout: float = 0.1,
         unit: str | None = None,
     ) -> None:
-        config = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__(
             num_marks=num_marks, features=dim, hidden=hidden, components=components,
-            mark_given_gap=mark_given_gap, dropout=dropout, unit=unit, config=config,
+            mark_given_gap=mark_given_gap, dropout=dropout, unit=unit,
         )  # fmt: skip
         positive("num_latents", num_latents)
         if not isinstance(last_events, int) or isinstance(last_events, bool) or last_events < 0:

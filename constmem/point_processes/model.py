@@ -154,9 +154,8 @@ class EventModel(Model):
         mark_given_gap: bool,
         dropout: float,
         unit: str | None,
-        config: dict[str, Any],
     ) -> None:
-        super().__init__(config=config)
+        super().__init__()
         checks.positive("num_marks", num_marks)
         self.num_marks, self.unit = num_marks, unit
         self.dropout = torch.nn.Dropout(dropout)

@@ -126,7 +126,7 @@ class EventMonoid(EventState, Monoid):
         }
         return replace(
             self, **clock, count=self.count + later.count, memory=self._merged(later),
-            fingerprint=self.fingerprint or later.fingerprint,
+            fingerprint=self.signature_with(later),
         )  # fmt: skip
 
     def _merged(self: M, later: M) -> dict[str, Tensor]:  # noqa: ARG002

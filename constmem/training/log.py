@@ -1,14 +1,23 @@
-"""What happened in a run: losses and validations, one line each, and the best of them."""
+"""What happens in a run: losses and validations in metrics.jsonl, progress on the terminal."""
 
 import contextlib
 import json
 import logging
+import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from jaxtyping import Float
+from torch import Tensor
 
 from constmem.core.files import write_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 FILE, BOARD = "metrics.jsonl", "tensorboard"
 _log = logging.getLogger("constmem")
@@ -25,13 +34,24 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             entry = None
         if isinstance(entry, dict):
+            _require_numbers(entry, f"line {number} of {path} is damaged")
             entries.append(entry)
         elif number < len(lines):
             raise ValueError(f"line {number} of {path} is damaged: mend it, or delete that line")
     return entries
+
+
+def _require_numbers(entry: dict[str, Any], what: str) -> None:
+    """Refuse an entry that has something else where a number belongs."""
+    for key, value in entry.items():
+        whole = type(value) is int and abs(value) < 2**63
+        if key != "data" and not (whole or (type(value) is float and key != "step")):
+            raise ValueError(
+                f"{what}: {key} is {str(value)[:60]!r}, not a number; mend it, or delete that line"
+            )
 
 
 def _finite(entry: dict[str, Any]) -> dict[str, Any]:
@@ -92,3 +112,129 @@ class Log:
             return False
         self.best = log_likelihood
         return True
+
+
+class Losses:
+    """The losses of the steps since they were last read: noting one waits for no device.
+
+    Args:
+        room: the most steps between two readings.
+
+    Example:
+        >>> losses = Losses(3)
+        >>> for number in (1.0, 2.0):
+        ...     losses.note(Tensor([number]).sum())
+        >>> losses.read(), losses.read()
+        ([1.0, 2.0], [])
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room, self._count = room, 0
+        self._kept: Tensor | None = None
+
+    def note(self, loss: Float[Tensor, ""]) -> None:
+        """Keep a copy, one small kernel: a captured step writes its next loss over the last."""
+        if self._kept is None:
+            self._kept = loss.new_empty(self._room)
+        self._kept[self._count].copy_(loss)
+        self._count += 1
+
+    def read(self) -> list[float]:
+        """All that were noted, oldest first; they are forgotten here."""
+        found: list[float] = [] if self._kept is None else self._kept[: self._count].tolist()
+        self._count = 0
+        return found
+
+
+@runtime_checkable
+class Report(Protocol):
+    """Called with how much is done and a few words on how it goes."""
+
+    def __call__(self, done: int, words: str = "") -> None: ...
+
+
+@contextmanager
+def progress(title: str, total: int, *, every: float = 15.0) -> Iterator[Report]:
+    """Show that `done` of `total` steps are behind us, how fast they go and how long the rest will take."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        with _bar(title, total, Console(stderr=True)) as report:
+            yield report
+    else:
+        yield _lines(title, total, every)
+
+
+@contextmanager
+def counted(title: str) -> Iterator[Callable[[int, int], None]]:
+    """The same for work that says with every report how much there is: called with (done, total)."""
+    with ExitStack() as stack:
+        report: Report | None = None
+
+        def count(done: int, total: int) -> None:
+            nonlocal report
+            report = report or stack.enter_context(progress(title, total))
+            report(done)
+
+        yield count
+
+
+@contextmanager
+def _bar(title: str, total: int, console: "Console") -> Iterator[Report]:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),  # what the words leave
+        TextColumn("{task.completed}/{task.total}"),
+        TextColumn("{task.fields[pace]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[words]}"),
+    )
+    rate_at = _rate_since_the_first()
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(title, total=total, words="", pace="")
+
+        def report(done: int, words: str = "") -> None:
+            bar.update(task, completed=done, words=words, pace=_pace(rate_at(done, time.monotonic())))
+
+        yield report
+
+
+def _lines(title: str, total: int, every: float) -> Report:
+    last = time.monotonic()
+    rate_at = _rate_since_the_first()
+
+    def report(done: int, words: str = "") -> None:
+        nonlocal last
+        now = time.monotonic()
+        rate = rate_at(done, now)
+        if now - last < every and done < total:
+            return
+        last = now
+        left = f", {(total - done) / rate:.0f} s left" if done < total and rate > 0 else ""
+        speed = f"({_pace(rate)}{left}) " if rate > 0 else ""
+        print(f"{title} {done}/{total} {speed}{words}".rstrip(), file=sys.stderr, flush=True)
+
+    return report
+
+
+def _rate_since_the_first() -> Callable[[int, float], float]:
+    """From how much is done, and when, to steps a second; a resumed run does not start at nothing."""
+    first: tuple[int, float] | None = None
+
+    def rate(done: int, now: float) -> float:
+        nonlocal first
+        first = first or (done, now)
+        return (done - first[0]) / max(now - first[1], 1e-9)
+
+    return rate
+
+
+def _pace(rate: float) -> str:
+    """Steps a second in words, or seconds a step; nothing before there is any."""
+    if rate <= 0:
+        return ""
+    return f"{rate:.1f}/s" if rate >= 0.1 else f"{1 / rate:.0f} s each"

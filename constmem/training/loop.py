@@ -5,15 +5,16 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from constmem import neural_processes, point_processes
+from constmem import models, neural_processes, point_processes
 from constmem.core import checks
 from constmem.core.checks import known
 from constmem.core.memory import Peak
@@ -21,18 +22,15 @@ from constmem.core.model import Model
 from constmem.data import EventLog, Table
 from constmem.neural_processes import Scales
 from constmem.neural_processes.points import PointModel
-from constmem.training import capture, checkpoint
-from constmem.training import folder as run_folder
-from constmem.training.keeping import Keeper, Losses, StoppedError
-from constmem.training.log import Log
+from constmem.training import capture
+from constmem.training.folder import CHECKPOINT, Keeper, StoppedError, claimed, describe
+from constmem.training.log import Log, Losses, progress
 from constmem.training.muon import Muon
-from constmem.training.progress import progress
-from constmem.training.recipes import TOLD_BY_DATA, Recipe
+from constmem.training.recipes import SAID_BY_DATA, EventRecipe, PointRecipe, Recipe
 from constmem.training.sources import Source, open_source
-from constmem.training.variants import require_settings
 
 LOG_EVERY = 50
-MODELS: dict[str, type[Any]] = {**neural_processes.MODELS, **point_processes.MODELS}
+SMALL = 200_000  # parameters of a model that one thread trains as fast as two
 
 
 @dataclass(frozen=True)
@@ -42,21 +40,33 @@ class Run:
     dataset: str
     model: str
     recipe_name: str
-    recipe: Recipe
+    recipe: PointRecipe | EventRecipe
     seed: int = 0
     columns: dict[str, Any] | None = None  # of data of one's own: the file, and what its columns are
 
 
 def build(run: Run) -> Any:
     """A freshly initialised model, the same for the same seed."""
-    name = known("model", run.model.partition("-")[0], MODELS)
-    require_settings(run.model, run.recipe.model, MODELS)
+    models.settings_of(run.model)  # refuses an unknown variant
+    entry = models.entry_of(run.model)
+    kind = (point_processes if entry.of_events else neural_processes).MODELS[entry.name]
+    _require_settings(entry.name, kind, run.recipe.model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)
         try:
-            return MODELS[name](**run.recipe.model)
+            return kind(**run.recipe.model)
         except (TypeError, RuntimeError, ArithmeticError) as error:
-            raise ValueError(f"{name} cannot be built with {run.recipe.model}: {error}") from error
+            raise ValueError(f"{entry.name} cannot be built with {run.recipe.model}: {error}") from error
+
+
+def _require_settings(name: str, kind: type[Model], settings: Mapping[str, Any]) -> None:
+    """Refuse a setting that a model cannot be built with, saying which it has."""
+    taken = signature(kind).parameters
+    for key, value in settings.items():
+        known(f"setting of {name}", key, taken)
+        least = 1 if key == "dim" else 0
+        if taken[key].annotation is int and (type(value) is not int or value < least):
+            raise ValueError(f"{key} must be a whole number of at least {least}, not {value!r}")
 
 
 def train(
@@ -64,7 +74,7 @@ def train(
     *,
     out: Path,
     data_dir: Path | None = None,
-    table: Table | EventLog | None = None,
+    own: Table | EventLog | None = None,
     device: str = "cpu",
     resume: bool = False,
     compiled: bool = True,
@@ -79,7 +89,7 @@ def train(
 
     Args:
         out: the run's folder; must be new unless `resume` is set.
-        table: rows or events of one's own to train on, instead of a data set; the folder keeps them.
+        own: rows or events of one's own to train on, instead of a data set; the folder keeps them.
         compiled: on a GPU, compile the loss and capture the whole step in a graph.
         validate_every: steps between validations, instead of the recipe's.
         save_every: seconds between checkpoints.
@@ -87,29 +97,29 @@ def train(
     """
     where = checks.device(device)
     model = build(run).to(where).train()
-    source = open_source(run.dataset, run.recipe, data_dir=data_dir, device=where, table=table)
-    source.prepare(model)
-    goes_on = resume and (out / checkpoint.FILE).exists()
-    if run.recipe.start and not goes_on:
-        _begin_with(model, run.recipe.start)
-    optimiser = _optimiser(model, run.recipe, where)
-    ragged = run.recipe.sampling == "ragged"  # lengths and seeds are needed here: no device is waited for
-    generator = torch.Generator("cpu" if ragged else where).manual_seed(run.seed)
-    step_of = _stepper(run.recipe, model, optimiser, source, generator, compiled=compiled)
-    kept: dict[str, Any] = {"model": model, "optimiser": optimiser, "generator": generator}
-    every = validate_every or run.recipe.validate_every
-    last = min(run.recipe.steps, stop_after or run.recipe.steps)
     with contextlib.ExitStack() as stack:
-        took_a_step = stack.enter_context(run_folder.tentative(out))
-        run_folder.prepare(asdict(run), out, resume=resume, own=table, where=where, older=model.older)
+        took_a_step = stack.enter_context(claimed(out))
+        source = open_source(run.dataset, run.recipe, data_dir=data_dir, device=where, own=own)
+        source.prepare(model)
+        goes_on = resume and (out / CHECKPOINT).exists()
+        if run.recipe.start and not goes_on:
+            _begin_with(model, run.recipe.start)
+        optimiser = _optimiser(model, run.recipe, where)
+        events = isinstance(run.recipe, EventRecipe)  # whose lengths and seeds are needed on the CPU
+        generator = torch.Generator("cpu" if events else where).manual_seed(run.seed)
+        step_of = _stepper(run.recipe, model, optimiser, source, generator, compiled=compiled)
+        every = validate_every or run.recipe.validate_every
+        last = min(run.recipe.steps, stop_after or run.recipe.steps)
+        describe(asdict(run), out, resume=resume, own=own, where=where, older=model.older)
         peak = Peak(where)
-        begun = checkpoint.load(out, **kept) if goes_on else None
-        log = stack.enter_context(contextlib.closing(Log(out, begun or 0, source.statement)))
-        keeper = Keeper(out, log, lr=run.recipe.lr, step=begun, **kept)
+        keeper = Keeper(out, lr=run.recipe.lr, model=model, optimiser=optimiser, generator=generator)
+        begun = keeper.load() if goes_on else 0
+        log = stack.enter_context(contextlib.closing(Log(out, begun, source.statement)))
         stack.enter_context(_arithmetic(run.recipe.precision, where))
+        stack.enter_context(_threads(model, where))
         report = stack.enter_context(progress(f"{run.dataset}/{run.model}", run.recipe.steps))
         interrupted = stack.enter_context(_interruptible())
-        done, losses, saved = begun or 0, Losses(LOG_EVERY), time.monotonic()
+        done, losses, saved = begun, Losses(LOG_EVERY), time.monotonic()
         while done < last:
             losses.note(step_of(_rate(run.recipe, done)))
             took_a_step()
@@ -122,9 +132,9 @@ def train(
             log.step(done, found[-1], _rate(run.recipe, done - 1))
             report(done, f"loss {found[-1]:.3f}")
             if validates:
-                keeper.validated(done, _validate(model, source))
+                keeper.validated(done, _validate(model, source), log)
             if interrupted or done == last or time.monotonic() - saved > save_every:
-                keeper.save(done)
+                keeper.save(done, log)
                 saved = time.monotonic()
                 log.peak(done, peak())
             if interrupted:
@@ -139,7 +149,7 @@ def _begin_with(model: Model, start: str) -> None:
     given = type(model).from_pretrained(start)
     differ = [key for key in given.config if given.config[key] != model.config[key]]
     told = ", ".join(f"model.{key}={given.config[key]}" for key in differ)
-    if any(f"model.{key}" in TOLD_BY_DATA for key in differ):
+    if any(f"model.{key}" in SAID_BY_DATA for key in differ):
         raise ValueError(f"start={start} has weights for other data, {told}: begin without it")
     if differ:
         raise ValueError(f"start={start} has weights for {told}: --set these too, or begin without it")
@@ -189,7 +199,8 @@ def _stepper(
     where: torch.device = model.device
     on_gpu, weights = where.type == "cuda", list(model.parameters())
     half = on_gpu and recipe.precision == "bf16"
-    compiles = compiled and on_gpu and recipe.sampling != "ragged"  # too many shapes, each used too rarely
+    events = isinstance(recipe, EventRecipe)
+    compiles = compiled and on_gpu and not events  # which have too many shapes, each used too rarely
     loss_of: Callable[..., Tensor] = torch.compile(model.loss) if compiles else model.loss
 
     def taken(batch: Any, generator: torch.Generator | None) -> Tensor:
@@ -205,9 +216,9 @@ def _stepper(
     def step() -> Tensor:
         return taken(source.sample(generator), generator)
 
-    if on_gpu and recipe.sampling != "ragged":
+    if on_gpu and not events:
         step = capture.once(step, generator)
-    elif on_gpu and compiled and recipe.sampling == "ragged" and recipe.reads >= 1.0:
+    elif on_gpu and compiled and isinstance(recipe, EventRecipe) and recipe.reads >= 1.0:
         graphs = capture.ByShape(taken, lambda generator: model.seeds(1, generator), model.at_once)
         step = lambda: graphs(source.sample(generator), generator)  # noqa: E731
 
@@ -237,6 +248,21 @@ def _arithmetic(precision: str, where: torch.device) -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@contextlib.contextmanager
+def _threads(model: Model, where: torch.device) -> Iterator[None]:
+    """One thread for a small model on a CPU: to share its work costs more than it saves.
+
+    On a quiet machine two threads are hardly faster, on a busy one ten times slower.
+    """
+    before = torch.get_num_threads()
+    if where.type == "cpu" and sum(p.numel() for p in model.parameters()) < SMALL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

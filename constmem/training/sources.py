@@ -10,20 +10,14 @@ import torch
 from torch import Tensor
 
 from constmem import data
-from constmem.data import EventLog, Events, Images, Table, TableTasks, Task
+from constmem.data import DATASETS, EventLog, Events, Images, Table, TableTasks, Task
 from constmem.neural_processes import NeuralProcess, Scales
 from constmem.point_processes import PointProcess
-from constmem.training.progress import counted
-from constmem.training.recipes import EVENTS, Recipe
+from constmem.training.log import counted
+from constmem.training.recipes import EventRecipe, PointRecipe
 
 HELD_OUT = 1000  # training images set aside to validate on
-
-
 POOL = 16  # batches among which sequences are sorted by length
-SIMULATED = {  # one exponential, and two
-    "hawkes1": data.Hawkes.univariate(0.2, (0.8,), (1.0,)),
-    "hawkes2": data.Hawkes.univariate(0.2, (0.4, 0.4), (1.0, 20.0)),
-}
 B = TypeVar("B")
 
 
@@ -52,40 +46,27 @@ class Source(Generic[B]):
 
 def open_source(
     dataset: str,
-    recipe: Recipe,
+    recipe: PointRecipe | EventRecipe,
     *,
     data_dir: Path | None,
     device: torch.device,
-    table: Table | EventLog | None = None,
+    own: Table | EventLog | None = None,
 ) -> Source[Any]:
-    """The source of a data set that `recipes.DATASETS` or `recipes.EVENTS` names, or of data of one's own."""
-    _require_sampling(dataset, recipe, table)
-    if isinstance(table, EventLog):
-        return _events(*table.parts(), recipe, device, table.statement)
-    if table is not None:
-        return _table(table, recipe, device)
-    if dataset in SIMULATED:
-        return _simulated(dataset, recipe, device)
-    if dataset in EVENTS:
+    """The source of a data set of the registry, or of data of one's own."""
+    if isinstance(recipe, EventRecipe):
+        if isinstance(own, EventLog):
+            return _events(*own.parts(), recipe, device, own.statement)
+        if dataset in DATASETS and DATASETS[dataset].process is not None:
+            return _simulated(dataset, recipe, device)
         return _prepared_events(dataset, recipe, data_dir, device)
+    if isinstance(own, Table):
+        return _table(own, recipe, device)
     if dataset == "gp":
         return _gp(recipe, device)
     return _images(dataset, recipe, data_dir, device)
 
 
-def _require_sampling(dataset: str, recipe: Recipe, table: Table | EventLog | None) -> None:
-    """Refuse a way of sampling that there is none of for these data."""
-    if isinstance(table, EventLog) or (table is None and dataset in EVENTS):
-        what, ways = "events", ["ragged"]
-    elif table is not None:
-        what, ways = "a table", ["static"]
-    else:
-        what, ways = "points", ["static", "reference"]
-    if recipe.sampling not in ways:
-        raise ValueError(f"{what} cannot be sampled {recipe.sampling}: set sampling to {' or '.join(ways)}")
-
-
-def _require_sizes(recipe: Recipe, pixels: int) -> None:
+def _require_sizes(recipe: PointRecipe, pixels: int) -> None:
     """Refuse tasks that images of so many pixels cannot give, before anything is trained on them."""
     if not 7 <= recipe.max_points <= pixels:
         raise ValueError(
@@ -121,7 +102,7 @@ def _events_score(model: PointProcess, events: Events) -> tuple[float, int]:
 
 
 def _prepared_events(
-    dataset: str, recipe: Recipe, data_dir: Path | None, device: torch.device
+    dataset: str, recipe: EventRecipe, data_dir: Path | None, device: torch.device
 ) -> Source[Events]:
     training, validation, test = (
         data.load_events(dataset, data_dir=data_dir, split=split) for split in ("train", "validation", "test")
@@ -131,7 +112,12 @@ def _prepared_events(
 
 
 def _events(
-    training: Events, validation: Events, test: Events, recipe: Recipe, device: torch.device, statement: str
+    training: Events,
+    validation: Events,
+    test: Events,
+    recipe: EventRecipe,
+    device: torch.device,
+    statement: str,
 ) -> Source[Events]:
     lengths = training.lengths
     training, validation, test = (events.to(device) for events in (training, validation, test))
@@ -173,9 +159,9 @@ def _round(length: int) -> int:
     return -(-length // step) * step
 
 
-def _simulated(dataset: str, recipe: Recipe, device: torch.device) -> Source[Events]:
-    """Fresh sequences at every step; what no model can beat is `SIMULATED[dataset].log_prob`."""
-    process = SIMULATED[dataset]
+def _simulated(dataset: str, recipe: EventRecipe, device: torch.device) -> Source[Events]:
+    """Fresh sequences at every step; what no model can beat is `data.simulated(dataset).log_prob`."""
+    process = data.simulated(dataset)
 
     def sample(generator: torch.Generator) -> Events:
         return process.sample(recipe.batch, num_events=100, generator=generator).to(device)
@@ -196,7 +182,7 @@ def _event_source(
     tests: dict[str, Callable[[], Iterator[Events]]],
     statement: str,
     training: Events,
-    recipe: Recipe,
+    recipe: EventRecipe,
 ) -> Source[Events]:
     def loss(
         _: Any, loss_of: Callable[..., Tensor], events: Events, generator: torch.Generator | None
@@ -209,7 +195,7 @@ def _event_source(
     return Source(sample, validation, tests, statement, loss, _events_score, prepare)
 
 
-def _gp(recipe: Recipe, device: torch.device) -> Source[Task]:
+def _gp(recipe: PointRecipe, device: torch.device) -> Source[Task]:
     def sample(generator: torch.Generator) -> Task:
         if recipe.sampling == "reference":
             return data.gp_tasks(recipe.batch, generator=generator, padded=device.type == "cuda")[0]
@@ -227,9 +213,9 @@ def _gp(recipe: Recipe, device: torch.device) -> Source[Task]:
     return Source(sample, fixed("rbf", 1, 200), tests, statement, _task_loss, _task_score)
 
 
-def _images(dataset: str, recipe: Recipe, data_dir: Path | None, device: torch.device) -> Source[Task]:
-    seen = range(10) if dataset == "emnist" else None
-    images = _loaded(dataset, data_dir, "train", seen).to(device)
+def _images(dataset: str, recipe: PointRecipe, data_dir: Path | None, device: torch.device) -> Source[Task]:
+    known = DATASETS[dataset]
+    images = _loaded(dataset, data_dir, "train", known.train_classes).to(device)
     _require_sizes(recipe, images.pixels[0, ..., 0].numel())
     training, validation = data.hold_out(images, count=min(HELD_OUT, len(images) // 10))
     pixels = training.pixels
@@ -253,7 +239,7 @@ def _images(dataset: str, recipe: Recipe, data_dir: Path | None, device: torch.d
         return lambda: data.evaluation_tasks(images, seed=seed, max_points=recipe.max_points)
 
     tests: dict[str, Callable[[], Iterator[Task]]] = {}
-    for name, classes in _test_sets(dataset).items():
+    for name, classes in known.tests.items():
         test = _loaded(dataset, data_dir, "test", classes)
         tests[name] = fixed(test.to(device), 0)
     return Source(sample, fixed(validation, 1), tests, images.source, _task_loss, _task_score)
@@ -265,11 +251,7 @@ def _loaded(dataset: str, data_dir: Path | None, split: str, classes: range | No
         return data.load_images(dataset, data_dir=data_dir, split=split, classes=classes, progress=progress)
 
 
-def _test_sets(dataset: str) -> dict[str, range | None]:
-    return {"seen": range(10), "unseen": range(10, 47)} if dataset == "emnist" else {"test": None}
-
-
-def _table(table: Table, recipe: Recipe, device: torch.device) -> Source[Task]:
+def _table(table: Table, recipe: PointRecipe, device: torch.device) -> Source[Task]:
     """Random contexts and targets among the training rows; held-out rows, or groups, to be scored on."""
     training, validation, test = table.parts()
 

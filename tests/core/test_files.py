@@ -5,23 +5,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from constmem.core.files import (
-    LONGEST_JSON,
-    keep_newest,
-    read_json,
-    read_tensors,
-    touched,
-    write_bytes,
-    write_tensors,
-    write_text,
-)
+from constmem.core.files import LONGEST_JSON, read_json, read_tensors, write_bytes, write_tensors, write_text
 
 
 def test_what_is_written_can_be_read(tmp_path: Path) -> None:
@@ -219,59 +209,3 @@ def test_another_version_is_refused(tmp_path: Path, version: int) -> None:
     write_tensors(tmp_path / "t", {"a": torch.rand(3)}, header)
     with pytest.raises(ValueError, match=f"format version {version}; this constmem reads version 1"):
         read_tensors(tmp_path / "t", kind="kind", version=1)
-
-
-def cache(folder: Path, hours: list[float]) -> list[Path]:
-    """Files of a cache, each last used so many hours ago."""
-    now, paths = time.time(), [folder / f"native-{i}.so" for i in range(len(hours))]
-    for path, age in zip(paths, hours, strict=True):
-        path.write_text("")
-        os.utime(path, (now, now - 3600 * age))
-    return paths
-
-
-def test_of_a_cache_the_last_used_files_stay_and_nothing_else_is_touched(tmp_path: Path) -> None:
-    paths = cache(tmp_path, [50, 2, 40, 3, 30])
-    (tmp_path / "other.so").write_text("")
-    os.utime(tmp_path / "other.so", (0, 0))
-    assert keep_newest(tmp_path, "native-*.so", count=3) == [paths[2], paths[0]]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "native-1.so", "native-3.so", "native-4.so", "other.so",
-    ]  # fmt: skip
-    assert keep_newest(tmp_path, "native-*.so", count=3) == []
-    assert keep_newest(tmp_path / "none", "native-*.so", count=3) == []
-
-
-def test_what_another_process_may_be_about_to_open_stays_whatever_the_number(tmp_path: Path) -> None:
-    paths = cache(tmp_path, [0.1, 50, 0.2, 0.5, 60])
-    assert touched(paths[4])
-    assert not touched(tmp_path / "native-9.so")
-    assert keep_newest(tmp_path, "native-*.so", count=1) == [paths[1]]
-    assert not paths[1].exists()
-
-
-def test_a_file_that_is_gone_already_or_may_not_be_deleted_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = cache(tmp_path, [2, 3, 4, 5])
-    unlink = Path.unlink
-
-    def fails(path: Path, *, missing_ok: bool = False) -> None:
-        if path == paths[1]:
-            raise PermissionError(path)
-        if path == paths[2]:
-            unlink(path)  # by somebody else, a moment before
-        unlink(path, missing_ok=missing_ok)
-
-    monkeypatch.setattr(Path, "unlink", fails)
-    assert keep_newest(tmp_path, "native-*.so", count=1) == [paths[3]]
-    assert [path.exists() for path in paths] == [True, True, False, False]
-
-
-def test_a_library_that_is_open_works_on_when_it_is_deleted_from_the_cache(tmp_path: Path) -> None:
-    path = cache(tmp_path, [2, 5])[1]
-    path.write_bytes(b"content")
-    os.utime(path, (0, 0))
-    with path.open("rb") as file:
-        assert keep_newest(tmp_path, "native-*.so", count=1) == [path]
-        assert file.read() == b"content"

@@ -15,9 +15,9 @@ import record
 from event_ablation import OPTIONS, ablate, jobs_of, variants
 from matplotlib.image import imread
 
+from constmem.models import PLAIN_CMHP
 from constmem.point_processes import CMHP
 from constmem.training.recipes import complete, recipe
-from constmem.training.variants import PLAIN_CMHP
 
 TINY = ["steps=4", "batch=4", "warmup=1", "validate_every=2", "model.dim=8", "model.hidden=8"]
 

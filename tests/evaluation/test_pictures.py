@@ -78,7 +78,7 @@ def run_folder(
         table.save(folder / TABLE)
     run = Run(dataset, model, "improved", changed(settings, SIZES[model]))
     network = build(run)
-    open_source(dataset, run.recipe, data_dir=data, device=CPU, table=table).prepare(network)
+    open_source(dataset, run.recipe, data_dir=data, device=CPU, own=table).prepare(network)
     network.save_pretrained(folder)
     (folder / "run.json").write_text(json.dumps({"run": asdict(run)}))
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, METRICS)))
@@ -195,7 +195,7 @@ def test_masked_targets_are_left_out_of_the_calibration() -> None:
     x = torch.linspace(0, 9, 120)[:, None]
     table = Table.of(x, x.sin(), torch.arange(120) % 12)
     settings = changed(table_recipe("cmanp", dim_x=1, dim_y=1, rows=120, grouped=True), SMALL)
-    source = open_source("x", settings, data_dir=None, device=CPU, table=table)
+    source = open_source("x", settings, data_dir=None, device=CPU, own=table)
     tasks = list(source.tests["test"]())
     model = build(Run("x", "cmanp", "improved", settings))
     assert len(pit_values(model, tasks)) == sum(int(task.num_targets.sum()) for task in tasks)

@@ -16,7 +16,7 @@ from constmem.evaluation.entries import compare
 from constmem.evaluation.rows import Row, json_text, read_rows
 from constmem.evaluation.runs import evaluate_run, evaluate_runs, metrics_of, over_seeds, print_runs
 from constmem.evaluation.tables import as_json
-from constmem.training.regression import train_table
+from constmem.training import fit_table
 from tests.evaluation.made import (
     COLUMNS,
     SETTINGS,
@@ -42,7 +42,7 @@ def trained(tmp_path: Path) -> Trained:
     def train(name: str, shift: float = 0.0, seed: int = 0) -> Path:
         x = torch.linspace(0, 1, 60)
         table = Table.of(x, x.square() + shift * x)
-        train_table(table, "cmanp", out=tmp_path / name, steps=2, seed=seed, change=TINY)
+        fit_table(table, "cmanp", out=tmp_path / name, steps=2, seed=seed, change=TINY)
         return tmp_path / name
 
     return train

@@ -18,7 +18,8 @@ from constmem.core.algebra import EMPTY
 from constmem.core.layers import MLP
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
-from constmem.kernels import gpu, native
+from constmem.kernels import cpu, gpu
+from constmem.kernels.paths import GPU, PATHS
 
 SIZES = (1, 1), (2, 2), (3, 65), (1, 300)  # tasks, points
 
@@ -37,21 +38,27 @@ def ready() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(np.asarray(self.handle.data).item()))
 
     interpreter._patch_lang_tensor = patch
-    from constmem.kernels import triton
+    from constmem.kernels import triton_observe as triton
 
     for name, precision in triton.PRECISIONS.items():  # of which the interpreter knows only some
         known = precision.embedding.replace("bfloat16", "float16")
         triton.PRECISIONS[name] = precision._replace(embedding=known)
     triton.JOINED = 128  # fewer programs, which the interpreter runs one after another
     gpu.TOKENS = 2**14  # so that a few hundred points come in several pieces
-    native.library = lambda: None  # type: ignore[assignment]
-    gpu.usable = lambda _: not gpu._failures
+    cpu.library = lambda: None  # type: ignore[assignment]
+    gpu.usable = lambda _: GPU.failed is None
 
 
 def exactly(work: Callable[[], Any]) -> Any:
     """What PyTorch's operators give."""
     with mock.patch.object(gpu, "usable", return_value=False):
         return work()
+
+
+def failures() -> list[str]:
+    """Why any path, or a size of one, is not taken."""
+    unfit = [f"{path.name} at {size}" for path in PATHS for size, runs in path.sizes.items() if not runs]
+    return [path.failed for path in PATHS if path.failed is not None] + unfit
 
 
 def errors(found: AttentionState, expected: AttentionState) -> dict[str, Any]:
@@ -61,7 +68,7 @@ def errors(found: AttentionState, expected: AttentionState) -> dict[str, Any]:
         "value": float((found.value - expected.value).abs().max())
         / max(1e-9, float(expected.value.abs().max())),
         "counted": torch.equal(found.count, expected.count),
-        "failures": gpu._failures,
+        "failures": failures(),
     }
 
 
@@ -91,7 +98,7 @@ def observe(*, dim: int, heads: int, slots: int, kind: str, precision: str) -> l
         seen = found.observe(data, mask, weight, embed=embed)
         doubled = None if weight is None else weight.double()
         expected = exactly(lambda: wide.observe(data.double(), mask, doubled, embed=wide_embed))  # noqa: B023
-        rows.append(errors(seen, expected) | {"plans": len(found._memory.plans)})  # type: ignore[union-attr]
+        rows.append(errors(seen, expected) | {"plans": len(found.prepared(embed).plans._laid)})  # type: ignore[union-attr]
     return rows
 
 
@@ -135,7 +142,8 @@ def update() -> dict[str, Any]:
 
 def extend(*, dim: int, heads: int, slots: int, tasks: int, depth: int) -> dict[str, Any]:
     """States with one more point each, against points observed and merged in float64; and the launches."""
-    from constmem.kernels import triton, triton_merge
+    from constmem.kernels import triton_merge
+    from constmem.kernels import triton_observe as triton
 
     gpu.precision_of = lambda _: "half"
     found = observation(dim, heads, slots, 30.0)

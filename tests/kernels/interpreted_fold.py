@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from constmem import CMANP
-from constmem.core import gpu_fold as fused_fold
 from constmem.core.algebra import EMPTY
-from constmem.core.fold import Chunk
+from constmem.core.fold import Chunk, fused_fold
 from constmem.core.layers import MLP
 from constmem.core.state import AttentionState
-from constmem.kernels import gpu, gpu_backward
-from constmem.kernels.absorption import Absorbed
+from constmem.kernels import gpu, gpu_fold
+from constmem.kernels.paths import FOLD
+from constmem.kernels.reference import Absorbed
 
 
 def ready() -> None:
     """Let a few hundred points be enough, and come in several groups."""
     interpreted.ready()
-    fused_fold.LEAST, fused_fold.FORWARD, fused_fold.BACKWARD = 1, 150, 100
+    gpu_fold.LEAST, gpu_fold.FORWARD, gpu_fold.BACKWARD = 1, 150, 100
 
 
 def gradients(state: AttentionState, modules: nn.ModuleList, points: list[Tensor]) -> dict[str, Tensor]:
@@ -65,8 +65,8 @@ def fold(
     if mask is not None:
         mask[:, :64] = True
     chunks = cut(x, y, mask)
-    found = fused_fold.fused_fold(observation, embed, chunks)
-    assert found is not None, gpu_backward.failures
+    found = fused_fold(observation, embed, chunks)
+    assert found is not None, FOLD.failed
     whole = [t.double().requires_grad_() for t in (x, y)]
     expected = interpreted.exactly(
         lambda: wide[0].observe(torch.cat(whole, -1), mask, embed=wide[1] if embedded else None)
@@ -77,7 +77,7 @@ def fold(
     mine |= {f"points {i}": torch.cat(parts[i::2], 1) for i in (0, 1)}
     return interpreted.errors(found, expected) | {
         "gradients": {name: relative(mine[name], grad) for name, grad in theirs.items()},
-        "failures": gpu._failures + gpu_backward.failures + gpu_backward.unfit,
+        "failures": interpreted.failures(),
     }
 
 
@@ -105,8 +105,8 @@ def part(*, precision: str, apart: float, away: float = 0.0) -> dict[str, float]
     lse, mean = scores.logsumexp(1) + apart, torch.randn(2, 70, 16).double()
     mean -= mean.mean(-1, keepdim=True)  # as of normalised tokens
     grad_mean, grad_lse = 1e-9 * even * mean.roll(1, 0), 1e-9 * even[..., 0] * mean[..., 0]
-    whole = gpu_backward.whole(plan, mean, lse, grad_mean, grad_lse)
-    found = gpu_backward.part(whole, points, None, rows=True, tokens=True)
+    whole = gpu_fold.whole(plan, mean, lse, grad_mean, grad_lse)
+    found = gpu_fold.part(whole, points, None, rows=True, tokens=True)
     assert found is not None
     shares = (scores - lse[:, None]).exp()
     slopes = h @ grad_mean.mT - (grad_mean * mean).sum(-1)[:, None] + grad_lse[:, None]
@@ -114,7 +114,7 @@ def part(*, precision: str, apart: float, away: float = 0.0) -> dict[str, float]
     tokens -= tokens.mean(-1, keepdim=True)  # which a normalisation never asks for
     by_rows = ((shares * slopes).mT @ h).sum(0)
     return {
-        "rows": relative(gpu_backward.gradient_of_rows(whole), by_rows),
+        "rows": relative(gpu_fold.gradient_of_rows(whole), by_rows),
         "tokens": relative(found, tokens),
     }
 
@@ -124,8 +124,8 @@ def near(*, precision: str) -> float:
     gpu.precision_of = lambda _: precision
     observation = interpreted.observation(16, 2, 5, 1.0)
     wide, points = copy.deepcopy(observation).double(), torch.randn(1, 230, 16) + 100 * torch.randn(16)
-    found = fused_fold.fused_fold(observation, None, cut(points[..., :15], points[..., 15:], None))
-    assert found is not None, gpu_backward.failures
+    found = fused_fold(observation, None, cut(points[..., :15], points[..., 15:], None))
+    assert found is not None, FOLD.failed
     expected = interpreted.exactly(lambda: wide.observe(points.double()))
     rates = torch.randn(found.value.shape, dtype=torch.float64)
     (mine,) = torch.autograd.grad((rates * found.value).sum(), observation.slots)
@@ -141,11 +141,11 @@ def few_among_many() -> float:
     plan = gpu.plan(Absorbed(rows, *nothing), [], "exact")
     assert plan is not None
     mean, grad = torch.randn(2, 1, 70, 16).double()
-    whole = gpu_backward.whole(plan, mean, mean.new_full((1, 70), 20.0), grad, grad[..., 0])
+    whole = gpu_fold.whole(plan, mean, mean.new_full((1, 70), 20.0), grad, grad[..., 0])
     sums = []
     for level in (whole.level, whole.level + 30, whole.level + 30):
-        gpu_backward.part(whole._replace(level=level), points, None, rows=True, tokens=False)
-        sums.append(gpu_backward.gradient_of_rows(whole))
+        gpu_fold.part(whole._replace(level=level), points, None, rows=True, tokens=False)
+        sums.append(gpu_fold.gradient_of_rows(whole))
     return relative(sums[2] - sums[1], sums[0] * 2.0**-30)
 
 
@@ -160,8 +160,8 @@ def leaves_out() -> dict[str, bool]:
     for junk in (0.0, 99.0):
         given = (torch.where(mask[..., None], t, junk).requires_grad_() for t in (x, y))
         x_in, y_in = given
-        state = fused_fold.fused_fold(observation, embed, [(x_in, y_in, mask)])
-        assert state is not None, gpu_backward.failures
+        state = fused_fold(observation, embed, [(x_in, y_in, mask)])
+        assert state is not None, FOLD.failed
         seen.append(gradients(state, nn.ModuleList([embed]), [x_in, y_in]))
     found, other = seen
     points = torch.cat([other["points 0"], other["points 1"]], -1)
@@ -182,7 +182,7 @@ def model(*, precision: str, frozen: str = "nothing") -> dict[str, Any]:
     for name, parameter in own.named_parameters():
         parameter.requires_grad_(frozen not in name)
     x, y = torch.randn(1, 530, 2), torch.randn(1, 530, 1)
-    gpu_backward.rehearsed(16, precision, x.device)
+    gpu_fold.rehearsed(16, precision, x.device)
 
     def learnt() -> list[Tensor]:
         own.zero_grad()
@@ -191,14 +191,14 @@ def model(*, precision: str, frozen: str = "nothing") -> dict[str, Any]:
 
     with (
         mock.patch.object(gpu, "observe", wraps=gpu.observe) as forward,
-        mock.patch.object(gpu_backward, "part", wraps=gpu_backward.part) as backward,
+        mock.patch.object(gpu_fold, "part", wraps=gpu_fold.part) as backward,
     ):
         mine = learnt()
     theirs = interpreted.exactly(learnt)
     return {
         "points": [[call.args[1].shape[1] for call in calls.mock_calls] for calls in (forward, backward)],
         "errors": [relative(a, b) for a, b in zip(mine, theirs, strict=True)],
-        "failures": gpu._failures + gpu_backward.failures + gpu_backward.unfit,
+        "failures": interpreted.failures(),
     }
 
 
@@ -208,8 +208,8 @@ def no_number() -> dict[str, bool]:
     observation, points = interpreted.observation(16, 2, 5, 1.0), torch.randn(2, 230, 16, requires_grad=True)
     found = {}
     for name, wrong in (("nan", float("nan")), ("inf", float("inf"))):
-        state = fused_fold.fused_fold(observation, None, [(points[..., :15], points[..., 15:], None)])
-        assert state is not None, gpu_backward.failures
+        state = fused_fold(observation, None, [(points[..., :15], points[..., 15:], None)])
+        assert state is not None, FOLD.failed
         upstream = torch.ones_like(state.value)
         upstream[0, 0, 0, 0, 0] = wrong
         grads = torch.autograd.grad(state.value, [points, observation.slots], upstream)
@@ -217,8 +217,8 @@ def no_number() -> dict[str, bool]:
         found[f"{name} in no other"] = bool(grads[0][1].isfinite().all())
         found[f"{name} in its slot"] = not bool(grads[1][0, 0].isfinite().any())
         found[f"{name} in no other slot"] = bool(grads[1].flatten(0, 1)[1:].isfinite().all())
-    state = fused_fold.fused_fold(observation, None, [(points[..., :15], points[..., 15:], None)])
-    assert state is not None, gpu_backward.failures
+    state = fused_fold(observation, None, [(points[..., :15], points[..., 15:], None)])
+    assert state is not None, FOLD.failed
     (tiny,) = torch.autograd.grad(1e-200 * state.value.sum(), points)
     return found | {"tiny": bool(tiny.isfinite().all())}
 
@@ -231,8 +231,8 @@ def learning() -> tuple[MLP, Tensor, Tensor, AttentionState]:
         MLP(dim_in=3, dim_hidden=8, dim_out=16, depth=2),
     )
     points, mask = torch.randn(1, 230, 3), torch.rand(1, 230) < 0.5
-    state = fused_fold.fused_fold(observation, embed, [(points[..., :2], points[..., 2:], mask)])
-    assert state is not None, gpu_backward.failures
+    state = fused_fold(observation, embed, [(points[..., :2], points[..., 2:], mask)])
+    assert state is not None, FOLD.failed
     return embed, points, mask, state
 
 
@@ -249,13 +249,14 @@ def changed() -> list[str]:
 
 def breaks() -> dict[str, Any]:
     """What is said where kernels fail in the backward pass: for good, or for want of memory."""
-    with mock.patch.object(gpu_backward, "failures", []) as failures:
-        *_, state = learning()
-        with mock.patch.object(gpu_backward, "part", side_effect=torch.OutOfMemoryError("no memory")):
-            starved = error_of(lambda: state.value.sum().backward(retain_graph=True)), len(failures)
-        with mock.patch.object(gpu_backward, "part", side_effect=ValueError("no such tile")):
-            broken = error_of(lambda: state.value.sum().backward(retain_graph=True)), len(failures)
-    return {"starved": starved, "broken": broken}
+    *_, state = learning()
+    said = {}
+    errors = {"starved": torch.OutOfMemoryError("no memory"), "broken": ValueError("no such tile")}
+    for name, error in errors.items():
+        with mock.patch.object(gpu_fold, "part", side_effect=error):
+            said[name] = error_of(lambda: state.value.sum().backward(retain_graph=True)), FOLD.failed
+    FOLD.reset()
+    return said
 
 
 def error_of(work: Callable[[], Any]) -> str:
@@ -270,10 +271,8 @@ def second() -> str:
     """What happens to those who ask for second derivatives."""
     gpu.precision_of = lambda _: "exact"
     observation = interpreted.observation(16, 2, 5, 1.0)
-    state = fused_fold.fused_fold(
-        observation, None, cut(torch.randn(1, 230, 15), torch.randn(1, 230, 1), None)
-    )
-    assert state is not None, gpu_backward.failures
+    state = fused_fold(observation, None, cut(torch.randn(1, 230, 15), torch.randn(1, 230, 1), None))
+    assert state is not None, FOLD.failed
     (first,) = torch.autograd.grad(state.value.sum(), [observation.slots], create_graph=True)
     return error_of(first.sum().backward)
 

@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from constmem import CMANP
-from constmem.core import gpu_fold as fused_fold
-from constmem.kernels import gpu, gpu_backward, native
+from constmem import CMANP, kernels
+from constmem.core.fold import fused_fold
+from constmem.kernels import cpu, gpu, gpu_fold
+from constmem.kernels.paths import FOLD
 
 has_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 NAMES = "dim", "heads", "slots", "embedded", "masked", "tasks", "precision"
@@ -148,8 +149,8 @@ def test_kernels_that_fail_in_a_backward_pass_say_what_to_do(interpreted: dict[s
     (said, failures), starved = (interpreted["breaks"][0][why] for why in ("broken", "starved"))
     assert "no such tile" in said
     assert "repeat the step" in said
-    assert failures == 1  # so that operators serve from then on
-    assert starved == ["no memory", 0]  # which may come back
+    assert "no such tile" in failures  # so that operators serve from then on
+    assert starved == ["no memory", None]  # which may come back
 
 
 @has_triton
@@ -171,16 +172,12 @@ def learnt(model: CMANP, x: Tensor, y: Tensor) -> list[Tensor]:
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has not yet asked for kernels, of which a few points are thought worthy."""
-    for failures in ("failures", "unfit"):
-        monkeypatch.setattr(gpu_backward, failures, [])
+    kernels.reset()
     monkeypatch.setattr(gpu, "usable", lambda _: True)
-    monkeypatch.setattr(native, "library", lambda: None)
-    monkeypatch.setattr(fused_fold, "LEAST", 9)
-    for cached in (gpu._say, gpu_backward.rehearsed):
-        cached.cache_clear()
+    monkeypatch.setattr(cpu, "library", lambda: None)
+    monkeypatch.setattr(gpu_fold, "LEAST", 9)
     yield
-    for cached in (gpu._say, gpu_backward.rehearsed):
-        cached.cache_clear()
+    kernels.reset()
 
 
 @pytest.mark.usefixtures("fresh")
@@ -191,7 +188,7 @@ def test_kernels_that_fail_a_rehearsal_are_told_once_and_operators_learn_instead
     with mock.patch.object(gpu, "usable", return_value=False):
         expected = learnt(model, x, y)
     broken = mock.Mock(side_effect=RuntimeError("out of resource: shared memory"))
-    monkeypatch.setattr(gpu_backward, "whole", broken)
+    monkeypatch.setattr(gpu_fold, "whole", broken)
     with caplog.at_level(logging.INFO, "constmem"):
         for _ in range(3):
             for one, other in zip(learnt(model, x, y), expected, strict=True):
@@ -217,23 +214,23 @@ def test_kernels_are_asked_where_many_plain_points_come(
 ) -> None:
     model, (x, y) = small(), torch.randn(2, 2, points, 1)
     if change == "failed":
-        gpu_backward.failures.append("before")
+        FOLD.failed = "before"
     if change == "float64":
         model = model.double()
     state = mock.Mock(return_value=None)
-    monkeypatch.setattr(fused_fold, "_state", state)
+    monkeypatch.setattr(gpu_fold, "_folded", state)
     chunks = [(x[:, :4], y[:, :4], None), (x[:, 4:], y[:, 4:], None)]
     if change == "uneven":
         chunks[1] = (x[:1, 4:], y[:1, 4:], None)
     if change == "crowded":
-        monkeypatch.setattr(fused_fold, "MOST", 1)
+        monkeypatch.setattr(gpu_fold, "MOST", 1)
     if change == "narrow":
         chunks[1] = (x[:, 4:, :0], y[:, 4:], None)
     if change == "inference":
         with torch.inference_mode():
             chunks[1] = (x[:, 4:].clone(), y[:, 4:], None)
     with torch.set_grad_enabled(change != "no gradients"):
-        assert fused_fold.fused_fold(model.stack.observation, model.embed, chunks) is None
+        assert fused_fold(model.stack.observation, model.embed, chunks) is None
     assert state.call_count == asked
 
 
@@ -262,10 +259,11 @@ def test_a_gpu_learns_from_many_points_as_float64_does(
     x = 2 * torch.rand(tasks, 40_001, 2, device="cuda") - 1
     y = torch.rand(tasks, 40_001, 1, device="cuda") - 0.5
     mask = torch.rand(tasks, 40_001, device="cuda") < 0.7 if masked else None
-    with mock.patch.object(gpu_backward, "part", wraps=gpu_backward.part) as part:
+    with mock.patch.object(gpu_fold, "part", wraps=gpu_fold.part) as part:
         found = by_gradient(model.condition(x, y, mask=mask), model)
     assert part.called == (width <= gpu.WIDEST[precision])  # operators serve wider ones
-    assert not gpu_backward.failures + gpu_backward.unfit
+    assert FOLD.failed is None
+    assert all(FOLD.sizes.values())
     expected = by_gradient(exact.condition(x.double(), y.double(), mask=mask), exact)
     for one, other in zip(found, expected, strict=True):
         assert float((one - other).abs().max()) < tolerance * float(other.abs().max())
@@ -282,7 +280,8 @@ def test_a_gpu_learns_from_points_that_lie_close_together(monkeypatch: pytest.Mo
     for one, dtype in ((model, torch.float32), (exact, torch.float64)):
         value = one.condition(x.to(dtype), y[..., :1].to(dtype)).value
         found += torch.autograd.grad((rates * value).sum(), one.stack.observation.slots)
-    assert not gpu_backward.failures + gpu_backward.unfit
+    assert FOLD.failed is None
+    assert all(FOLD.sizes.values())
     assert float((found[0] - found[1]).abs().max()) < 0.05 * float(found[1].abs().max())
 
 
@@ -298,5 +297,6 @@ def test_the_peak_of_learning_does_not_grow_with_the_points(monkeypatch: pytest.
         before = torch.cuda.memory_allocated()
         (-model(x, y, x[:, :9]).log_prob(y[:, :9]).mean()).backward()
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    assert not gpu_backward.failures + gpu_backward.unfit
+    assert FOLD.failed is None
+    assert all(FOLD.sizes.values())
     assert peaks[2] < peaks[1] + 2**23

@@ -16,11 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from constmem import CMANP
+from constmem import CMANP, kernels
 from constmem.core import checks
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
-from constmem.kernels import absorption, gpu, graphs, native
+from constmem.kernels import cpu, gpu, graphs
+from constmem.kernels.paths import GPU
 
 has_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 KINDS = "plain", "masked", "weighted", "embedded", "sharp"
@@ -97,14 +98,12 @@ def test_weights_changed_between_updates_are_seen_by_the_kernels() -> None:
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has not yet asked for kernels, on a machine that seems to have a GPU."""
-    for cached in (gpu._kernels, gpu._able, gpu._say):
-        cached.cache_clear()
-    monkeypatch.setattr(gpu, "_failures", [])
+    kernels.reset()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     yield
-    for cached in (gpu._kernels, gpu._able, gpu._say):
-        cached.cache_clear()
+    monkeypatch.undo()
+    kernels.reset()
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -118,7 +117,7 @@ CUDA = torch.device("cuda", 0)
 def test_without_triton_one_line_in_the_log_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "constmem.kernels.triton", None)
+    monkeypatch.setitem(sys.modules, "constmem.kernels.triton_observe", None)
     with caplog.at_level(logging.INFO, "constmem"):
         assert not any(gpu.usable(CUDA) for _ in range(3))
     assert len(lines(caplog)) == 1
@@ -148,8 +147,8 @@ def test_switched_off_kernels_are_not_asked_for(
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that would serve a CPU, until they fail."""
-    monkeypatch.setattr(native, "library", lambda: None)
-    monkeypatch.setattr(gpu, "usable", lambda _: not gpu._failures)
+    monkeypatch.setattr(cpu, "library", lambda: None)
+    monkeypatch.setattr(gpu, "usable", lambda _: GPU.failed is None)
     monkeypatch.setattr(gpu, "precision_of", lambda _: "half")
 
 
@@ -194,8 +193,8 @@ def test_tokens_too_wide_for_the_kernels_are_told_once_and_operators_serve(
 )
 def test_too_little_memory_is_no_reason_to_give_the_kernels_up(error: Exception) -> None:
     with pytest.raises(type(error), match="memory"):
-        gpu.attempt(mock.Mock(side_effect=error))
-    assert gpu._failures == []
+        GPU.attempt(mock.Mock(side_effect=error))
+    assert GPU.failed is None
 
 
 def test_products_are_as_exact_as_pytorchs_own_would_be() -> None:
@@ -217,8 +216,8 @@ def test_weights_beyond_the_range_of_float16_get_wider_products() -> None:
         torch.randn(32, 16).double(),
         torch.zeros(32).double(),
     )
-    small = gpu.plan(absorption.absorb(queries, weight, shift), [], "half")
-    large = gpu.plan(absorption.absorb(1e6 * queries, weight, shift), [], "half")
+    small = gpu.plan(kernels.absorb(queries, weight, shift), [], "half")
+    large = gpu.plan(kernels.absorb(1e6 * queries, weight, shift), [], "half")
     assert small is not None
     assert large is not None
     assert (small.precision, large.precision) == ("half", "tf32")
@@ -347,14 +346,13 @@ def test_a_capture_that_fails_is_told_once_and_leaves_the_kernels_alone(
     value = torch.randn(1, *model.layout).double()
     broken = mock.Mock(side_effect=RuntimeError("operation not permitted when stream is capturing"))
     monkeypatch.setattr(graphs, "_capture", broken)
-    monkeypatch.setattr(graphs, "_failures", [])
     monkeypatch.setattr(gpu, "usable", lambda _: True)
     with caplog.at_level(logging.INFO, "constmem"):
         for _ in range(6):
             assert torch.equal(model._graphs.run(model, model._read, value), model._read(value))
     assert broken.call_count == 1
     assert len(lines(caplog)) == 1
-    assert gpu._failures == []
+    assert GPU.failed is None
 
 
 def test_nothing_is_captured_while_learning(captures: list[Any]) -> None:
@@ -393,7 +391,7 @@ def test_a_gpu_observes_updates_and_reads_as_float64_does(
         y = torch.rand(tasks, 3000, 1, device="cuda") - 0.5
         state = model.update(model.condition(x[:, :-1], y[:, :-1]), x[:, -1:], y[:, -1:])
         expected = exact.condition(x.double(), y.double())
-        assert not gpu._failures
+        assert GPU.failed is None
         size = float(expected.value.abs().max())
         assert float((state.value - expected.value).abs().max()) < tolerance * size
         read = [model.read(state) for _ in range(5)]

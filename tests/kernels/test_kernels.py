@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from constmem import kernels
-from constmem.kernels import KERNELS, REFERENCE, Kernel
+from constmem.kernels.fused import KERNELS, REFERENCE, Kernel
 
 Array = NDArray[np.float64]
 NOTHING = -1e30

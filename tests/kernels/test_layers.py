@@ -15,8 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from constmem import kernels
 from constmem.core.layers import CrossAttention, FeedForward, SelfAttention
-from constmem.kernels import feed_forward, gpu, layers, whole_attention
+from constmem.kernels import gpu, layers
+from constmem.kernels.paths import GPU
 
 has_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -66,8 +68,8 @@ def test_half_precision_rounds_operands_and_nothing_else(interpreted: dict[str, 
 
 @has_triton
 def test_a_model_learns_and_predicts_by_whole_layers(interpreted: dict[str, Any]) -> None:
-    assert interpreted["model"]["calls"] == {"feed_forward": 5, "attention": 4}
-    assert interpreted["model"]["twice"] == {"feed_forward": 10, "attention": 8}
+    assert interpreted["model"]["calls"] == {"_feed": 5, "_attention": 4}
+    assert interpreted["model"]["twice"] == {"_feed": 10, "_attention": 8}
     assert max(interpreted["model"]["errors"]) < 1e-4
 
 
@@ -84,17 +86,14 @@ def test_a_compiler_leaves_layers_whole_at_every_size(interpreted: dict[str, Any
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that seems to have a GPU, on which nothing has been rehearsed."""
-    caches = gpu._kernels, gpu._able, gpu._say, feed_forward._fits, whole_attention._fits
-    for cached in caches:
-        cached.cache_clear()
+    kernels.reset()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(layers, "on_gpu", lambda _: True)
     monkeypatch.setattr(layers, "_coarse", lambda: True)
     monkeypatch.setattr(gpu, "place", lambda _: torch.device("cpu"))
-    monkeypatch.setattr(gpu, "_failures", [])
     yield
-    for cached in caches:
-        cached.cache_clear()
+    monkeypatch.undo()
+    kernels.reset()
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -110,8 +109,8 @@ def test_kernels_that_fail_are_told_once_and_operators_serve(
         raise RuntimeError("out of resource: shared memory")
 
     monkeypatch.setattr(gpu, "able", lambda _: True)
-    monkeypatch.setattr(feed_forward, "_forward", broken)
-    monkeypatch.setattr(whole_attention, "_forward", broken)
+    monkeypatch.setattr(layers, "_feed", broken)
+    monkeypatch.setattr(layers, "_attention", broken)
     x = torch.randn(1, 5, 32)
     with caplog.at_level(logging.INFO, "constmem"):
         out = [layer(x) for _ in range(3)]
@@ -119,14 +118,14 @@ def test_kernels_that_fail_are_told_once_and_operators_serve(
     assert torch.equal(out[0], layer(x))
     assert len(lines(caplog)) == 1
     assert "out of resource" in lines(caplog)[0]
-    assert gpu._failures == []  # observing has kernels of its own
+    assert GPU.failed is None  # observing has kernels of its own
 
 
 @pytest.mark.usefixtures("fresh")
 def test_switched_off_kernels_are_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONSTMEM_NATIVE", "0")
-    assert not feed_forward.fits(32, 64, True, 0)
-    assert not whole_attention.fits(32, 2, 16, True, 0)
+    assert not layers.feeds(32, 64, True, 0)
+    assert not layers.attends(32, 2, 16, True, 0)
 
 
 @pytest.fixture
@@ -134,14 +133,13 @@ def asked(monkeypatch: pytest.MonkeyPatch, fresh: None) -> list[Any]:  # noqa: A
     """What whole layers were asked for, where all that fit would serve."""
     found: list[Any] = []
 
-    def serve(x: Tensor, *_: Any, half: bool, **__: Any) -> Tensor:
-        found.append(half)
+    def serve(x: Tensor, *rest: Any) -> Tensor:
+        found.append(rest[-1])
         return x
 
-    monkeypatch.setattr(feed_forward, "rehearsed", lambda *_: True)
-    monkeypatch.setattr(whole_attention, "rehearsed", lambda *_: True)
-    monkeypatch.setattr(feed_forward, "feed_forward", serve)
-    monkeypatch.setattr(whole_attention, "attention", serve)
+    monkeypatch.setattr(layers, "rehearsed", lambda *_: True)
+    monkeypatch.setattr(layers, "_feed", serve)
+    monkeypatch.setattr(layers, "_attention", serve)
     return found
 
 
@@ -221,8 +219,8 @@ def test_a_gpu_learns_by_whole_layers_as_float64_does(residual: Any, half: bool)
         own, cross = (
             kind(dim=64, num_heads=4, residual=residual).cuda() for kind in (SelfAttention, CrossAttention)
         )
-        assert feed_forward.fits(64, 128, half, 0)
-        assert whole_attention.fits(64, 4, 128, half, 0)
+        assert layers.feeds(64, 128, half, 0)
+        assert layers.attends(64, 4, 128, half, 0)
         limit = 3e-2 if half else 1e-2  # TF32 operands are cut off, not rounded
         assert worst(feed, [x], half) < limit
         assert worst(own, [y], half) < limit

@@ -14,9 +14,9 @@ from constmem.core.algebra import EMPTY
 from constmem.core.layers import MLP
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
-from constmem.kernels import compiled, native
+from constmem.kernels import cpu, library
 
-_found = native.library()
+_found = cpu.library()
 pytestmark = pytest.mark.skipif(_found is None, reason="there is no C++ compiler")
 HAS = _found is not None and bool(_found.has_bfloat16())
 able = pytest.mark.skipif(not HAS, reason="this CPU multiplies no bfloat16")
@@ -192,8 +192,8 @@ def test_several_threads_see_what_one_thread_sees() -> None:
 def test_autocast_runs_machine_code_and_updates_stay_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     model = CMANP(dim_x=1, dim_y=1, dim=32, depth=2, num_heads=2, num_slots=21, num_latents=4).eval()
     x, y = torch.randn(2, 9, 1), torch.randn(2, 9, 1)
-    calls, observe = [], native.observe
-    monkeypatch.setattr(native, "observe", lambda *given: calls.append(1) or observe(*given))
+    calls, observe = [], cpu.observe
+    monkeypatch.setattr(cpu, "observe", lambda *given: calls.append(1) or observe(*given))
     exact = model.update(model.condition(x[:, :8], y[:, :8]), x[:, 8:], y[:, 8:])
     with asked_for("autocast"):
         state = model.condition(x[:, :8], y[:, :8])
@@ -210,10 +210,10 @@ def test_a_cpu_without_such_products_computes_in_float32_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     flags = ("-mno-avx512bf16",) if HAS else ()
-    older = native.load(compiled.built((*compiled.FLAGS, *flags)))
+    older = library.load(library.built((*library.FLAGS, *flags)))
     assert not older.has_bfloat16()
-    monkeypatch.setattr(native, "library", lambda: older)
-    native._say_exact.cache_clear()
+    monkeypatch.setattr(cpu, "library", lambda: older)
+    cpu._say_exact.cache_clear()
     found, data = observation(16, 2, 5), torch.randn(1, 100, 16)
     with caplog.at_level(logging.WARNING, logger="constmem"):
         fine = found.observe(data)

@@ -10,10 +10,10 @@ from constmem import CMANP
 from constmem.core.layers import MLP
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
-from constmem.kernels import native
+from constmem.kernels import cpu
 
 pytestmark = [
-    pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler"),
+    pytest.mark.skipif(cpu.library() is None, reason="there is no C++ compiler"),
     pytest.mark.usefixtures("library"),
 ]
 

@@ -7,9 +7,9 @@ import torch
 
 from constmem import CMANP
 from constmem.core.state import AttentionState
-from constmem.kernels import native, spare
+from constmem.kernels import cpu
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason="there is no C++ compiler")
 LARGE = 2**25  # bytes from which a result is taken to be fresh memory
 
 
@@ -62,11 +62,11 @@ def test_merging_many_states_in_threads_is_to_the_bit_merging_in_one(shared: boo
     try:
         for threads in (1, 5):
             torch.set_num_threads(threads)
-            found.append(native.merge(value, lse, other, other_lse))
+            found.append(cpu.merge(value, lse, other, other_lse))
     finally:
         torch.set_num_threads(before)
     part = slice(40, 43)  # small enough for no thread and no large page
-    small = native.merge(value[part], lse[part], other[part], other_lse[part])
+    small = cpu.merge(value[part], lse[part], other[part], other_lse[part])
     for merged, merged_lse in found:
         assert torch.equal(merged, found[0][0])
         assert torch.equal(merged[part], small[0])
@@ -78,7 +78,7 @@ def test_channels_that_fill_no_whole_vector_are_merged_in_large_memory_too() -> 
     value, other = torch.randn(2, 350, 24, 128, 4, dtype=torch.float64)
     lse, other_lse = torch.randn(2, 350, 24, 128, dtype=torch.float64)
     assert value.nbytes > LARGE
-    merged, merged_lse = native.merge(value, lse, other, other_lse)
+    merged, merged_lse = cpu.merge(value, lse, other, other_lse)
     share = torch.sigmoid(other_lse - lse)[..., None]
     torch.testing.assert_close(merged, torch.lerp(value, other, share), atol=3e-15, rtol=0)
     torch.testing.assert_close(merged_lse, torch.logaddexp(lse, other_lse), atol=1e-15, rtol=4e-16)
@@ -101,31 +101,31 @@ def test_single_points_of_many_streams_are_observed_in_threads_to_the_bit() -> N
 
 def test_memory_is_given_again_only_when_nobody_looks_at_it_any_more() -> None:
     shape = 2, LARGE // 16 + 8
-    first = spare.empty(*shape)
+    first = cpu.empty(*shape)
     where, seen = first.data_ptr(), first[1, 3:5].numpy()
     seen[:] = 7.0
     del first
-    second = spare.empty(*shape)
+    second = cpu.empty(*shape)
     second.fill_(1.0)
     assert second.data_ptr() != where  # an array still shows the first one's numbers
     assert seen.tolist() == [7.0, 7.0]
     del seen
-    third = spare.empty(*shape)
+    third = cpu.empty(*shape)
     assert third.data_ptr() == where
     assert third.shape == shape
     assert float(second.sum()) == second.numel()
 
 
 def test_one_piece_is_kept_at_most_and_none_that_is_small_or_huge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spare, "_left", [])
+    monkeypatch.setattr(cpu, "_left", [])
     sizes = [LARGE // 8 + 8, LARGE // 8 + 16, LARGE // 8 + 24]
-    pieces = [spare.empty(n) for n in sizes]
+    pieces = [cpu.empty(n) for n in sizes]
     del pieces[0], pieces[0]
-    assert [len(piece) for piece in spare._left] == [8 * sizes[1]]
-    spare.empty(100)
-    monkeypatch.setattr(spare, "LARGEST", LARGE + 1)
-    spare.empty(sizes[0])
-    assert [len(piece) for piece in spare._left] == [8 * sizes[1]]
+    assert [len(piece) for piece in cpu._left] == [8 * sizes[1]]
+    cpu.empty(100)
+    monkeypatch.setattr(cpu, "LARGEST", LARGE + 1)
+    cpu.empty(sizes[0])
+    assert [len(piece) for piece in cpu._left] == [8 * sizes[1]]
 
 
 @torch.no_grad()
@@ -143,7 +143,7 @@ def test_states_that_are_kept_do_not_change_when_others_are_made_of_them() -> No
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forked processes here")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_what_a_forked_process_writes_to_large_results_is_its_own() -> None:
-    numbers = spare.empty(LARGE // 8 + 1)
+    numbers = cpu.empty(LARGE // 8 + 1)
     numbers[:3] = 1.0
     child = os.fork()
     if child == 0:

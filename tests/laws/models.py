@@ -7,11 +7,10 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from constmem import Events
+from constmem.models import CNP_FAMILY, PLAIN_CMHP
 from constmem.neural_processes import MODELS as POINT_MODELS
 from constmem.point_processes import MODELS as EVENT_MODELS
-from constmem.training.variants import PLAIN_CMHP
 
-CNP_FAMILY = ("cnp", "canp", "np", "anp", "bnp", "banp")
 MIXTURES = ("np", "anp", "bnp", "banp")
 POOLED = ("cnp", "np")
 CONSTANT = (

@@ -623,7 +623,7 @@ def test_chunks_below_one_are_refused(model: NeuralProcess, refuses: Refuses, ch
         (
             lambda xt: xt[0],
             ValueError,
-            r"xt has shape \(7, 2\), but \(batch, points, 2\) is needed: if these",
+            r"xt has shape \(7, 2\), but \(batch, points, 2\) is needed: if",
         ),
         (lambda xt: xt[0] * torch.nan, ValueError, r"xt has shape \(7, 2\), but \(batch, points, 2\) is n"),
         (lambda xt: xt[:1], ValueError, "xt is a batch of 1, but the state one of 2"),

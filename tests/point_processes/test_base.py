@@ -141,15 +141,21 @@ def test_numbers_need_be_no_tensors(kind: str) -> None:
         assert torch.equal(one.last_time, torch.tensor([4.0]).double())
 
 
-def test_a_state_of_other_weights_or_models_is_refused(refuses: Refuses) -> None:
+@pytest.mark.parametrize("learning", [False, True])
+def test_a_state_of_other_weights_or_models_is_refused(learning: bool, refuses: Refuses) -> None:
     model, other = small("cmhp"), small("cmhp")
     with torch.no_grad():
-        state = model.condition(stream(5))
         other.marks.table[0] += 1
+    with torch.set_grad_enabled(learning):
+        state = model.condition(stream(5))
         with refuses(ValueError, "other weights"):
             other.query(state)
+        with refuses(ValueError, "other weights"):
+            other.update(state, state.last_time + 1)
         with refuses(TypeError, "a state of CMHP .*, not EventState"):
             model.query(small("gru").condition(stream(5)))
+        unknown = model.update(state.signed(None), state.last_time + 1)
+        assert unknown.fingerprint is None
 
 
 @every_model

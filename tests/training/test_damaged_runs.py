@@ -1,10 +1,15 @@
 """Run folders that were damaged, cut short or left half way: told by name, never half believed."""
 
 import errno
+import fcntl
 import json
 import logging
+import math
 import os
 import shutil
+import subprocess
+import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +28,7 @@ from constmem.training import loop as train
 from constmem.training.folder import read_run
 from constmem.training.log import Log, read_metrics
 from constmem.training.loop import Run
-from constmem.training.recipes import changed, recipe
+from constmem.training.recipes import SAID_BY_DATA, changed, recipe
 
 SETTINGS = ["steps=6", "batch=4", "num_targets=8", "model.dim=8", "validate_every=2"]
 RUN = Run("digits", "cnp", "improved", changed(recipe("digits", "cnp"), SETTINGS))
@@ -79,13 +84,46 @@ def test_half_a_last_line_of_the_metrics_is_left_out_and_mended(folder: Path) ->
     assert [json.loads(line) for line in path.read_text().splitlines()] == whole
 
 
-@pytest.mark.parametrize("line", ['{"step": 4, "lo', "[3]"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 4, "lo',
+        "[3]",
+        '{"step": "4"}',
+        '{"step": 4, "seconds": null}',
+        '{"step": 4, "validation": "good"}',
+        '{"step": 4, "loss": true}',
+        '{"step": 4.5}',
+        f'{{"step": {"9" * 30}}}',
+        "[" * 100_000,
+    ],
+)
 def test_a_damaged_line_among_the_metrics_is_named(folder: Path, line: str) -> None:
     path = folder / "metrics.jsonl"
     first, *others = path.read_text().splitlines()
     path.write_text("\n".join([first, line, *others]))
-    with pytest.raises(ValueError, match=r"line 2 of .*metrics\.jsonl is damaged: mend it"):
+    with pytest.raises(ValueError, match=r"line 2 of .*metrics\.jsonl is damaged: .*delete that line"):
         resumed(folder)
+
+
+@pytest.mark.filterwarnings("ignore:.*no checksum")
+@pytest.mark.parametrize(("name", "loss"), [("points", 0.979545), ("events", 1.383510)])
+def test_runs_of_the_first_version_are_scored_and_go_on(tmp_path: Path, name: str, loss: float) -> None:
+    """Stopped after step 4 of 6; the losses of step 6 are what that version itself had on going on."""
+    with zipfile.ZipFile(Path(__file__).with_name("runs_of_version_0.1.zip")) as archive:
+        archive.extractall(tmp_path)
+    folder = tmp_path / name
+    about = read_run(folder)["run"]
+    if name == "points":  # of so many simulated events it takes half a minute
+        assert math.isfinite(scored(folder).scores["test"].crps)
+    sizes = [f"model.{key}={value}" for key, value in about["recipe"]["model"].items()]
+    sizes = [size for size in sizes if size.partition("=")[0] not in SAID_BY_DATA]
+    kept = ("steps", "batch", "warmup", "validate_every", *(["num_targets"] if name == "points" else []))
+    sizes += [f"{key}={about['recipe'][key]}" for key in kept]
+    settings = changed(recipe(about["dataset"], about["model"]), sizes)
+    train.train(Run(about["dataset"], about["model"], "improved", settings), out=folder, resume=True)
+    last = [entry["loss"] for entry in read_metrics(folder) if entry.get("step") == 6 and "loss" in entry]
+    assert last == [pytest.approx(loss, abs=1e-4)]
 
 
 def test_lost_metrics_are_told_of_and_neither_training_nor_scoring_needs_them(
@@ -138,7 +176,7 @@ def test_weights_of_another_model_are_told_in_a_few_words(folder: Path) -> None:
     other = NeuralProcess.from_pretrained(folder).family()["canp"](dim_x=2, dim_y=1)
     other.save_pretrained(folder.parent / "other")
     shutil.copy(folder.parent / "other" / "model.safetensors", folder)
-    with pytest.raises(ValueError, match=r"config\.json .*, so one of both .* is of another model") as caught:
+    with pytest.raises(ValueError, match=r"config\.json") as caught:
         NeuralProcess.from_pretrained(folder)
     assert len(str(caught.value)) < 600
 
@@ -182,6 +220,48 @@ def test_scores_that_cannot_be_kept_are_told(
         scored(folder)
     (told,) = (r.getMessage() for r in caplog.records if "could not be kept" in r.getMessage())
     assert json.loads(told.partition(": ")[2])["scores"]["test"]["points"] > 0
+
+
+# Locks
+
+
+def in_use(folder: Path) -> subprocess.Popen[str]:
+    """Another process that holds a folder until it is killed."""
+    code = (
+        "import sys, time; from pathlib import Path; from constmem.training.folder import claimed\n"
+        "with claimed(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(600)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    assert other.stdout.readline() == "held\n"
+    return other
+
+
+def test_a_folder_that_another_process_trains_in_is_refused_and_left_alone(folder: Path) -> None:
+    left = folder / f".checkpoint.safetensors.{'0123456789abcdef' * 2}"  # the other may be writing it
+    left.write_text("half")
+    other = in_use(folder)
+    try:
+        before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        with pytest.raises(BlockingIOError, match=rf"is being trained by process {other.pid} on .*: wait"):
+            resumed(folder)
+        assert {path: path.read_bytes() for path in before} == before
+    finally:
+        other.kill()
+        other.communicate()
+    assert (folder / "lock").exists()  # of a process that was killed: it holds nothing back
+    resumed(folder)
+    assert not (folder / "lock").exists()
+    assert not left.exists()
+
+
+def test_a_folder_that_cannot_be_locked_is_trained_in_with_a_warning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "no locks available")))
+    with caplog.at_level(logging.WARNING, logger="constmem"):
+        resumed(folder)
+    assert "cannot be locked" in caplog.text
 
 
 def test_a_folder_without_a_run_says_so(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ import torch
 from constmem import CMANP, NeuralProcess, Scales, Stream
 from constmem.data import Table, TableTasks
 from constmem.evaluation.runs import evaluate_run
+from constmem.training import fit_table
 from constmem.training.loop import Run, _validate, train
-from constmem.training.recipes import Recipe, changed, table_recipe
-from constmem.training.regression import train_table
+from constmem.training.recipes import PointRecipe, changed, table_recipe
 from constmem.training.sources import open_source
 
 ROOT = Path(__file__).parents[2]
@@ -225,7 +225,7 @@ def test_held_out_rows_are_asked_for_given_contexts_of_training_rows(file: Path)
     table = Table.read(file, x=["number"], y=["heat"])
     training, _, test = table.parts()
     settings = table_recipe("cmanp", dim_x=1, dim_y=1, rows=60, grouped=False)
-    source = open_source("air", settings, data_dir=None, device=CPU, table=table)
+    source = open_source("air", settings, data_dir=None, device=CPU, own=table)
     known, held_out = set(training.x[:, 0].tolist()), set(test.x[:, 0].tolist())
     asked = 0
     for task in source.tests["test"]():
@@ -245,7 +245,7 @@ def test_held_out_rows_are_asked_for_given_contexts_of_training_rows(file: Path)
 def test_the_same_seed_gives_the_same_evaluation_tasks(file: Path) -> None:
     table = Table.read(file, x=["number"], y=["heat"], group="sensor")
     settings = table_recipe("cmanp", dim_x=1, dim_y=1, rows=60, grouped=True)
-    source = open_source("air", settings, data_dir=None, device=CPU, table=table)
+    source = open_source("air", settings, data_dir=None, device=CPU, own=table)
     once, again = ([task.xt for task in source.tests["test"]()] for _ in range(2))
     assert all(map(torch.equal, once, again))
 
@@ -260,7 +260,7 @@ def test_weights_to_begin_with_bring_their_units_or_get_those_of_the_data(tmp_pa
     starts = {"own": tmp_path / "plain", "brought": tmp_path / "own"}  # the second begins with the first
     for (name, start), rows in zip(starts.items(), (x, x + 1e6), strict=True):
         change = [*TINY, f"start={start}"]
-        model = train_table(Table.of(rows, rows), "cmanp", out=tmp_path / name, steps=1, change=change)
+        model = fit_table(Table.of(rows, rows), "cmanp", out=tmp_path / name, steps=1, change=change)
         assert model.scales is not None
         assert 5400 < float(model.scales.x_mean) < 5600
 
@@ -270,7 +270,7 @@ def test_a_table_becomes_a_model_in_its_own_units(tmp_path: Path) -> None:
     x = torch.linspace(5000, 6000, 300, dtype=torch.float64)
     y = 1e4 + 3 * x + torch.randn(300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     change = [*TINY, "lr=0.01", "batch=8"]
-    model = train_table(Table.of(x, y), "cmanp", out=tmp_path / "run", steps=150, change=change)
+    model = fit_table(Table.of(x, y), "cmanp", out=tmp_path / "run", steps=150, change=change)
     stream = Stream(model)
     stream.observe(x[None, ::3, None], y[None, ::3, None])
     error = (stream.predict(x[None, 1::3, None]).mean[0, :, 0] - y[1::3]).square().mean().sqrt()
@@ -291,13 +291,13 @@ def test_the_best_validated_weights_are_kept(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     noise = Table.of(torch.randn(80, 3, generator=generator), torch.randn(80, generator=generator))
     change = [*TINY, "lr=0.02", "jitter=0"]
-    model = train_table(noise, "cmanp", out=tmp_path, steps=200, change=change)  # learns noise by heart
+    model = fit_table(noise, "cmanp", out=tmp_path, steps=200, change=change)  # learns noise by heart
     entries = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     found = [entry["validation"] for entry in entries if "validation" in entry]
     assert len(found) == 4
     assert found[-1] < max(found)
     options = json.loads((tmp_path / "run.json").read_text())["run"]["recipe"]
-    source = open_source("x", Recipe(**options), data_dir=None, device=CPU, table=noise)
+    source = open_source("x", PointRecipe(**options), data_dir=None, device=CPU, own=noise)
     assert _validate(model, source) == pytest.approx(max(found), abs=1e-6)
 
 
@@ -306,16 +306,16 @@ def test_a_resumed_run_on_a_table_is_the_uninterrupted_one_and_refuses_other_row
     table = Table.of(x, x.sin())
     recipe = table_recipe("cmanp", dim_x=1, dim_y=1, rows=60, grouped=False)
     run = Run("table", "cmanp", "own data", changed(recipe, [*TINY, "steps=12"]))
-    train(run, out=tmp_path / "whole", table=table)
-    train(run, out=tmp_path / "parts", table=table, stop_after=5)
-    train(run, out=tmp_path / "parts", table=table, resume=True)
+    train(run, out=tmp_path / "whole", own=table)
+    train(run, out=tmp_path / "parts", own=table, stop_after=5)
+    train(run, out=tmp_path / "parts", own=table, resume=True)
     whole, parts = (
         NeuralProcess.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "parts")
     )
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     assert "scales.x_mean" in whole
     with pytest.raises(ValueError, match="other rows"):
-        train(run, out=tmp_path / "parts", table=Table.of(x, x.cos()), resume=True)
+        train(run, out=tmp_path / "parts", own=Table.of(x, x.cos()), resume=True)
 
 
 # The command line, the example

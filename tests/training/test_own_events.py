@@ -17,8 +17,7 @@ from constmem.data import EventLog, Events
 from constmem.evaluation.pictures import plot_runs
 from constmem.evaluation.runs import evaluate_run, print_runs
 from constmem.point_processes import CMHP
-from constmem.training.forecasting import train_events
-from constmem.training.own_data import train_on_file
+from constmem.training import fit_events, fit_file
 from constmem.training.recipes import event_recipe
 
 SIZES = {"dim": 8, "depth": 1, "num_slots": 3, "num_latents": 2, "hidden": 8, "num_heads": 2, "components": 2}
@@ -283,7 +282,7 @@ def test_a_run_on_a_file_is_trained_scored_drawn_and_needs_the_file_no_more(
 ) -> None:
     events = {"--user": "customer", "--mark": "what", "--time": "when", "--end": "80", "--unit": None}
     rows_of = dict.fromkeys(("--x", "--y", "--group"))
-    train_on_file(file, "cmhp", rows_of, events, {"out": tmp_path / "run", "steps": 8, "change": TINY})
+    fit_file(file, "cmhp", rows_of, events, out=tmp_path / "run", steps=8, change=TINY)
     file.unlink()
     row = evaluate_run(tmp_path / "run", data_dir=None, device="cpu")
     assert (row.dataset, row.recipe) == ("shop.csv", "own data")
@@ -304,7 +303,7 @@ def test_a_run_on_a_file_is_trained_scored_drawn_and_needs_the_file_no_more(
 
 def test_the_model_knows_the_scale_of_time_of_the_training_part(file: Path, tmp_path: Path) -> None:
     log = EventLog.read(file, **COLUMNS, unit="hour")
-    model = train_events(log, out=tmp_path / "run", steps=4, change=TINY)
+    model = fit_events(log, out=tmp_path / "run", steps=4, change=TINY)
     training = log.parts()[0]
     gaps = training.gaps[training.scored]
     assert isinstance(model, CMHP)
@@ -312,8 +311,8 @@ def test_the_model_knows_the_scale_of_time_of_the_training_part(file: Path, tmp_
     assert model.unit == "hour"
     other = EventLog.of(log.events.select(slice(0, 10)), labels=log.labels, name="shop.csv")
     with pytest.raises(ValueError, match=r"run on other events than shop\.csv has now"):
-        train_events(other, out=tmp_path / "run", steps=4, change=TINY, resume=True)
-    train_events(log, out=tmp_path / "run", steps=4, change=TINY, resume=True)
+        fit_events(other, out=tmp_path / "run", steps=4, change=TINY, resume=True)
+    fit_events(log, out=tmp_path / "run", steps=4, change=TINY, resume=True)
 
 
 def test_the_command_takes_a_file(file: Path, tmp_path: Path) -> None:
@@ -336,13 +335,13 @@ def test_options_and_models_that_do_not_fit_are_told_before_a_file_is_read(tmp_p
     none: dict[str, str | None] = dict.fromkeys(("--x", "--y", "--group"))
     path = tmp_path / "log.parquet"
     with pytest.raises(ValueError, match="--x are for models of points, but 'cmhp' is one of events"):
-        train_on_file(path, "cmhp", none | {"--x": "a"}, {}, {})
+        fit_file(path, "cmhp", none | {"--x": "a"}, {})
     with pytest.raises(ValueError, match="--user, --split are for models of events, but 'cnp'"):
-        train_on_file(path, "cnp", none, {"--user": "a", "--mark": None, "--split": "time"}, {})
+        fit_file(path, "cnp", none, {"--user": "a", "--mark": None, "--split": "time"})
     with pytest.raises(ValueError, match="'cnp' is a model of points, which are read from CSV files"):
-        train_on_file(path, "cnp", none, {}, {})
+        fit_file(path, "cnp", none, {})
     with pytest.raises(ValueError, match="no model 'cmph': did you mean 'cmhp'"):
-        train_on_file(path, "cmph", none, {}, {})
+        fit_file(path, "cmph", none, {})
     with pytest.raises(ValueError, match="'cnp' is no model of events"):
         event_recipe("cnp", num_marks=3)
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from constmem.core import memory
 from constmem.core.checks import first_not_finite
 from constmem.neural_processes import CNP, EQTNP
-from constmem.training import checkpoint, sources
 from constmem.training import loop as train
-from constmem.training.keeping import Losses
-from constmem.training.log import Log, read_metrics
+from constmem.training import sources
+from constmem.training.folder import CHECKPOINT
+from constmem.training.log import Log, Losses, read_metrics
 from constmem.training.loop import Run, StoppedError
 from constmem.training.recipes import changed, recipe
 
@@ -72,7 +72,7 @@ def test_the_last_good_checkpoint_is_named_with_its_step_and_left_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train.train(small_run(), out=tmp_path, stop_after=4)
-    files = [tmp_path / checkpoint.FILE, tmp_path / "model.safetensors"]
+    files = [tmp_path / CHECKPOINT, tmp_path / "model.safetensors"]
     before = [path.read_bytes() for path in files]
     spoils_losses(monkeypatch, {2: float("nan")})
     with pytest.raises(StoppedError) as caught:
@@ -106,7 +106,7 @@ def test_a_validation_that_is_not_finite_stops_a_run_before_anything_bad_is_writ
     run = small_run("optimiser=adam", "clip=0", "lr=1e30", "validate_every=1")
     with pytest.raises(StoppedError, match=r"the validation after step 1 gave .*no checkpoint yet$"):
         train.train(run, out=tmp_path, save_every=0)
-    assert not (tmp_path / checkpoint.FILE).exists()
+    assert not (tmp_path / CHECKPOINT).exists()
     assert not (tmp_path / "model.safetensors").exists()
     assert "loss" in strict_entries(tmp_path)[-1]  # of step 1, which was good
 
@@ -119,14 +119,14 @@ def test_a_bad_validation_leaves_the_best_weights_and_the_checkpoint_as_they_are
     contents: list[bytes] = []
     original = train.Keeper.save
 
-    def save(self: Any, step: int) -> None:
-        original(self, step)
-        contents[:] = [(tmp_path / name).read_bytes() for name in (checkpoint.FILE, "model.safetensors")]
+    def save(self: Any, step: int, log: Log) -> None:
+        original(self, step, log)
+        contents[:] = [(tmp_path / name).read_bytes() for name in (CHECKPOINT, "model.safetensors")]
 
     monkeypatch.setattr(train.Keeper, "save", save)
     with pytest.raises(StoppedError, match=r"validation after step 8 gave nan.*safetensors, of step 4"):
         train.train(small_run("validate_every=4"), out=tmp_path, save_every=0)
-    assert contents == [(tmp_path / name).read_bytes() for name in (checkpoint.FILE, "model.safetensors")]
+    assert contents == [(tmp_path / name).read_bytes() for name in (CHECKPOINT, "model.safetensors")]
     assert [entry["validation"] for entry in strict_entries(tmp_path) if "validation" in entry] == [0.5]
 
 
@@ -135,7 +135,7 @@ def test_weights_that_are_not_finite_are_never_written_over_good_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, validates: bool
 ) -> None:
     train.train(small_run("validate_every=6"), out=tmp_path, stop_after=4)
-    files = [tmp_path / checkpoint.FILE, tmp_path / "model.safetensors"]
+    files = [tmp_path / CHECKPOINT, tmp_path / "model.safetensors"]
     before = [path.read_bytes() for path in files]
     rate = train._rate
     monkeypatch.setattr(train, "_rate", lambda of, step: float("inf") if step == 5 else rate(of, step))
@@ -157,7 +157,7 @@ def test_moments_of_the_optimiser_that_overflowed_are_not_a_checkpoint_to_go_on_
     spoils_losses(monkeypatch, {1: 1e25})
     with pytest.raises(StoppedError, match=r"left optimiser\S*exp_avg"):
         train.train(small_run("optimiser=adam", "clip=0"), out=tmp_path, stop_after=1)
-    assert not (tmp_path / checkpoint.FILE).exists()
+    assert not (tmp_path / CHECKPOINT).exists()
 
 
 def test_the_first_tensor_that_is_not_finite_is_named() -> None:

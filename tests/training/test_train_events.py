@@ -11,13 +11,15 @@ import torch
 
 from constmem.core.files import read_tensors
 from constmem.evaluation.runs import evaluate_run, print_runs
-from constmem.point_processes import MODELS, PointProcess
-from constmem.training import checkpoint, recipes, sources
+from constmem.point_processes import PointProcess
+from constmem.training import folder as run_folder
 from constmem.training import loop as train
+from constmem.training import sources
 from constmem.training.loop import Run
 from constmem.training.recipes import changed, recipe
 from constmem.training.sources import open_source
 
+FORMAT: dict[str, Any] = {"kind": run_folder.KIND, "version": run_folder.VERSION}
 SMALL = ["steps=12", "batch=4", "warmup=2", "model.dim=8", "model.hidden=8", "model.components=2",
          "validate_every=4"]  # fmt: skip
 SIZES = {"cmhp": ["model.num_slots=3", "model.num_latents=2", "model.depth=1", "model.num_heads=2"],
@@ -65,8 +67,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     (last, about), (resumed, about_resumed) = (
-        read_tensors(tmp_path / name / checkpoint.FILE, kind=checkpoint.KIND, version=checkpoint.VERSION)
-        for name in ("whole", "parts")
+        read_tensors(tmp_path / name / run_folder.CHECKPOINT, **FORMAT) for name in ("whole", "parts")
     )
     assert about == about_resumed
     assert last.keys() == resumed.keys()
@@ -129,12 +130,7 @@ def test_models_of_points_and_of_events_are_told_apart() -> None:
         recipe("taxi", "gru-faithful")
 
 
-def test_every_data_set_of_events_has_a_recipe_for_every_model() -> None:
-    assert set(recipes.EVENT_MODELS) == set(MODELS)
-    for dataset in recipes.EVENTS:
-        for model in (*recipes.EVENT_MODELS, "cmhp-faithful"):
-            built = train.build(Run(dataset, model, "improved", recipe(dataset, model)))
-            assert isinstance(built, PointProcess)
+def test_the_papers_cmhp_is_the_same_by_its_name_and_by_the_papers_recipe() -> None:
     plain = recipe("taxi", "cmhp-faithful").model
     assert plain == recipe("taxi", "cmhp", "faithful").model
     assert plain["recency"] is False

@@ -9,38 +9,35 @@ Where coarser products are asked for, shares and values alone are multiplied as 
 products computes in float32.
 """
 
+import contextlib
 import ctypes
 import functools
-import logging
-import os
-import subprocess
-from collections.abc import Callable, Sequence
-from math import log2
-from pathlib import Path
+import mmap
+import weakref
+from collections.abc import Sequence
+from math import log2, prod
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from constmem.kernels import spare
-from constmem.kernels.compiled import FLAGS, built
+from constmem.kernels.library import NUMBER, POINTER, library
+from constmem.kernels.paths import coarse, log, traced
 
 LONGEST = 65_536  # points that running sums of float32 add up: of more, roundings of one kind would show
 VECTOR = 16  # channels of a head, and slots, are padded to a multiple of this
 _LOG2E = log2(torch.e)
-_log = logging.getLogger("constmem")
-_Pointer, _Number = ctypes.c_void_p, ctypes.c_int64
+SMALLEST, LARGEST = 2**25, 2**29  # bytes of a result whose memory is kept for the next one
 
 
 class _Plan(ctypes.Structure):
     """`Plan` of native.cpp: where weights lie, and their sizes."""
 
     _fields_ = (
-        ("layers", _Number), ("weight", _Pointer), ("bias", _Pointer), ("widths", _Pointer),
-        ("heads", _Number), ("slots", _Number), ("channels", _Number), ("queries", _Pointer),
-        ("key", _Pointer), ("key_shift", _Pointer), ("value", _Pointer), ("value_shift", _Pointer),
+        ("layers", NUMBER), ("weight", POINTER), ("bias", POINTER), ("widths", POINTER),
+        ("heads", NUMBER), ("slots", NUMBER), ("channels", NUMBER), ("queries", POINTER),
+        ("key", POINTER), ("key_shift", POINTER), ("value", POINTER), ("value_shift", POINTER),
     )  # fmt: skip
 
 
@@ -62,13 +59,13 @@ class Plan:
     def __init__(self, weights: Weights, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
         heads, width, channels = weights.key.shape
         widths = [layers[0][0].shape[1] if layers else width, *(w.shape[0] for w, _ in layers)]
-        addresses = _Pointer * len(layers)
+        addresses = POINTER * len(layers)
         parts = (
             addresses(*(weight.data_ptr() for weight, _ in layers)),
             addresses(*(bias.data_ptr() for _, bias in layers)),
-            (_Number * len(widths))(*widths),
+            (NUMBER * len(widths))(*widths),
         )
-        where = [ctypes.cast(part, _Pointer) for part in parts]
+        where = [ctypes.cast(part, POINTER) for part in parts]
         sizes = heads, weights.slots, channels
         content = _Plan(len(layers), *where, *sizes, *(t.data_ptr() for t in weights[:5]))
         self.pointer = ctypes.byref(content)
@@ -101,11 +98,6 @@ def pack(
     )
 
 
-def coarse(device: str) -> bool:
-    """Whether products coarser than float32 are asked for: by autocast, or by PyTorch's own setting."""
-    return torch.is_autocast_enabled(device) or torch.get_float32_matmul_precision() != "highest"
-
-
 def _halves() -> bool:
     """Whether to multiply as bfloat16: where that is asked for, and this CPU can."""
     asked = coarse("cpu")
@@ -123,7 +115,7 @@ def has_bfloat16() -> bool:
 @functools.cache
 def _say_exact() -> None:
     """One line in the log, the first time."""
-    _log.warning("products of bfloat16 were asked for, and this CPU has none (AVX512-BF16): float32 serves")
+    log.warning("products of bfloat16 were asked for, and this CPU has none (AVX512-BF16): float32 serves")
 
 
 def observe(
@@ -140,16 +132,15 @@ def observe(
     lse = torch.empty(b, heads, slots, dtype=torch.float64)
     if n == 1 and bias is None:
         value = torch.empty(b, heads, 1, channels, dtype=torch.float64)
-        _require().observe_one(
-            plan.pointer, b, data.data_ptr(), torch.get_num_threads(), value.data_ptr(), lse.data_ptr()
-        )
+        where = value.data_ptr(), lse.data_ptr()
+        _run("observe_one", plan.pointer, b, data.data_ptr(), torch.get_num_threads(), *where)
         return value[..., : plan.weights.channels].expand(-1, -1, slots, -1), lse
-    value = spare.empty(b, heads, slots, channels)
+    value = empty(b, heads, slots, channels)
     bias = None if bias is None else bias.float().contiguous()
     weights = None if bias is None else bias.data_ptr()
-    _require().observe(
-        plan.pointer, b, n, data.data_ptr(), weights, torch.get_num_threads(), _halves(), value.data_ptr(),
-        lse.data_ptr(),
+    _run(
+        "observe", plan.pointer, b, n, data.data_ptr(), weights, torch.get_num_threads(), _halves(),
+        value.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
     return value[..., : plan.weights.channels], lse
 
@@ -165,9 +156,9 @@ def merge(
     other_value = other_value[..., :1, :] if shared else other_value
     tensors = value, lse, other_value, other_lse
     value, lse, other_value, other_lse = (t if t.is_contiguous() else t.contiguous() for t in tensors)
-    merged, merged_lse = spare.empty(*value.shape), torch.empty_like(lse)
-    _require().merge(
-        lse.numel(), value.shape[-1], value.data_ptr(), lse.data_ptr(), other_value.data_ptr(),
+    merged, merged_lse = empty(*value.shape), torch.empty_like(lse)
+    _run(
+        "merge", lse.numel(), value.shape[-1], value.data_ptr(), lse.data_ptr(), other_value.data_ptr(),
         value.shape[-2] if shared else 1, other_lse.data_ptr(), torch.get_num_threads(), merged.data_ptr(),
         merged_lse.data_ptr(),
     )  # fmt: skip
@@ -182,9 +173,9 @@ def update(
 ) -> tuple[Float[Tensor, "b *h s c"], Float[Tensor, "b *h s"]]:
     """States in float64 with one point more for each task: `observe` and `merge` in one call."""
     data, value, lse = (t if t.is_contiguous() else t.contiguous() for t in (data, value, lse))
-    merged, merged_lse = spare.empty(*value.shape), torch.empty_like(lse)
-    _require().update(
-        plan.pointer, data.shape[0], data.data_ptr(), value.data_ptr(), lse.data_ptr(),
+    merged, merged_lse = empty(*value.shape), torch.empty_like(lse)
+    _run(
+        "update", plan.pointer, data.shape[0], data.data_ptr(), value.data_ptr(), lse.data_ptr(),
         torch.get_num_threads(), merged.data_ptr(), merged_lse.data_ptr(),
     )  # fmt: skip
     return merged, merged_lse
@@ -203,23 +194,26 @@ def merges(*tensors: Tensor) -> bool:
     )
 
 
-class Watch:
-    """Tells by the bits of every `step`-th number whether tensors were written to."""
+class Checksum:
+    """A number that changes with any bit of some tensors on a CPU, found at the speed of reading them."""
 
-    def __init__(self, tensors: Sequence[Tensor], step: Callable[[Tensor], int]) -> None:
-        count = len(tensors)
-        words = [t.numel() * t.element_size() // 4 for t in tensors]
-        steps = [step(t) * t.element_size() // 4 or 1 for t in tensors]
-        self._kept = tensors  # their memory must not go to others
-        self._content = (
-            (_Pointer * count)(*(t.data_ptr() for t in tensors)),
-            (_Number * count)(*words),
-            (_Number * count)(*steps),
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._kept = tensors  # so that their memory goes to no others
+        self._where = [(t.data_ptr(), t.is_contiguous()) for t in tensors]
+        self._pieces = (
+            len(tensors),
+            (POINTER * len(tensors))(*(t.data_ptr() for t in tensors)),
+            (NUMBER * len(tensors))(*(t.nbytes for t in tensors)),
         )
 
-    def sum(self) -> int:
-        """A number that changes when they do."""
-        return int(_require().sum_of_bits(len(self._kept), *self._content))
+    def __call__(self) -> int:
+        found = library()
+        assert found is not None  # as when this was made
+        return int(found.checksum(*self._pieces))
+
+    def reads(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether it is of the memory that these have now."""
+        return [(t.data_ptr(), t.is_contiguous()) for t in tensors] == self._where
 
 
 def reads(t: Tensor) -> bool:
@@ -232,48 +226,51 @@ def usable() -> bool:
     return not traced() and library() is not None
 
 
-def traced() -> bool:
-    """Whether tensors are symbols of a compiler, a trace or a function transform, or have tangents."""
-    if torch.compiler.is_compiling() or torch._C._is_tracing() or transformed():
-        return True
-    return forward_ad._current_level >= 0
-
-
-def transformed() -> bool:
-    """Whether a function transform (vmap, grad of grad) is at work; asked while compiling, too."""
-    return torch._C._functorch.maybe_current_level() is not None
-
-
-def _require() -> ctypes.CDLL:
+def _run(function: str, *given: object) -> None:
+    """Call machine code that answers 0, or 1 where memory was short."""
     found = library()
     if found is None:
-        raise RuntimeError("there is no machine code: ask native.usable() first")
-    return found
+        raise RuntimeError("there is no machine code: ask cpu.usable() first")
+    if getattr(found, function)(*given):
+        raise MemoryError("machine code found too little memory: take fewer points or tasks at a time")
 
 
-@functools.cache
-def library() -> ctypes.CDLL | None:
-    """The compiled library, built if need be; None, after one line in the log, where that is not possible."""
-    if os.environ.get("CONSTMEM_NATIVE", "1") == "0":
-        return None
-    try:
-        return load(built(FLAGS))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # no home folder is a RuntimeError
-        detail = (getattr(error, "stderr", None) or str(error)).strip()[:500]
-        _log.warning("no machine code for this CPU, PyTorch's operators serve instead: %s", detail)
-        return None
+def empty(*shape: int) -> Float[Tensor, "..."]:
+    """Float64 numbers of any content on a CPU: where they are many, in memory an earlier result has left.
+
+    States of many streams are updated by writing new ones, a hundred megabytes at a time. When those before
+    are let go, allocators give so much memory back to the system, which has to clear it for the next update:
+    fresh pages cost more than writing to them does. So the last such piece is kept. No more is held for that
+    than during an update, which has old and new states.
+    """
+    size = 8 * prod(shape)
+    if not SMALLEST < size <= LARGEST:
+        return torch.empty(shape, dtype=torch.float64)
+    memory = _taken(size)
+    view = (ctypes.c_char * size).from_buffer(memory)  # lives as long as the tensor's storage
+    weakref.finalize(view, _leave, memory).atexit = False
+    return torch.frombuffer(view, dtype=torch.float64).view(shape)
 
 
-def load(path: Path) -> ctypes.CDLL:
-    """A library with its functions' types declared."""
-    found = ctypes.CDLL(str(path))
-    found.observe.argtypes = [_Pointer, _Number, _Number, *[_Pointer] * 2, *[_Number] * 2, *[_Pointer] * 2]
-    found.observe_one.argtypes = [_Pointer, _Number, _Pointer, _Number, *[_Pointer] * 2]
-    found.merge.argtypes = [*[_Number] * 2, *[_Pointer] * 3, _Number, _Pointer, _Number, *[_Pointer] * 2]
-    found.update.argtypes = [_Pointer, _Number, *[_Pointer] * 3, _Number, *[_Pointer] * 2]
-    for function in (found.observe, found.observe_one, found.merge, found.update):
-        function.restype = None
-    found.has_bfloat16.argtypes, found.has_bfloat16.restype = [], _Number
-    found.sum_of_bits.argtypes = [_Number, _Pointer, _Pointer, _Pointer]
-    found.sum_of_bits.restype = ctypes.c_uint64
-    return found
+_left: list[mmap.mmap] = []
+
+
+def _taken(size: int) -> mmap.mmap:
+    """What was left, if it fits, or a new piece in large pages."""
+    while _left:
+        memory = _left.pop()
+        if len(memory) == size:
+            return memory
+    private: dict[str, int] = {}  # what a forked process writes there is its own
+    if hasattr(mmap, "MAP_PRIVATE"):
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+    memory = mmap.mmap(-1, size, **private)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # systems may be built without
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _leave(memory: mmap.mmap) -> None:
+    """Keep a piece that nobody looks at any more, in place of the one kept before."""
+    _left[:] = [memory]
