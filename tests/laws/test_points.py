@@ -69,9 +69,10 @@ def task(n: int = 30, m: int = 7, b: int = 2, seed: int = 0) -> tuple[Tensor, Te
     return x, y, xt
 
 
-def assert_predicts(found: Distribution, expected: Distribution, tolerance: float = 5e-5) -> None:
-    torch.testing.assert_close(found.mean, expected.mean, atol=tolerance, rtol=0)
-    torch.testing.assert_close(found.stddev, expected.stddev, atol=tolerance, rtol=0)
+def assert_predicts(found: Distribution, expected: Distribution, tolerance: float = 1e-4) -> None:
+    """Far above the rounding of float32, and far below what any broken law would change."""
+    torch.testing.assert_close(found.mean, expected.mean, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(found.stddev, expected.stddev, atol=tolerance, rtol=tolerance)
 
 
 def tensors(state: object) -> dict[str, Tensor]:
@@ -651,7 +652,7 @@ def test_a_state_of_another_batch_is_refused(model: NeuralProcess, refuses: Refu
     x, y, xt = task()
     state = model.condition(x[:1], y[:1])
     before = tensors(state)
-    with refuses(ValueError, "x is a batch of 2, the state one of 1"):
+    with refuses(ValueError, "x is a batch of 2, but the state one of 1"):
         model.update(state, x, y)
     with refuses(ValueError, "xt is a batch of 2, but the state one of 1"):
         model.query(state, xt)
@@ -940,7 +941,7 @@ def test_tasks_may_be_mapped_over(model: NeuralProcess, grad: bool) -> None:
     with torch.set_grad_enabled(grad):
         found = torch.func.vmap(mean, randomness="same")(x, y, xt)  # of the versions that a BNP draws
         expected = model.query(model.condition(x, y), xt).mean
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_sparse_points_are_refused_with_advice(model: NeuralProcess, refuses: Refuses) -> None:
