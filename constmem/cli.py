@@ -6,22 +6,21 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from constmem.cli_data import DataDir, data_app
+from constmem import __version__
 from constmem.data import catalogue
 from constmem.models import EVENTS, POINTS, with_variants
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+data_app = typer.Typer(help="Data sets: what is there, and how to prepare what is not.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from constmem import __version__
-
         print(f"constmem {__version__}")
         raise typer.Exit
 
@@ -35,12 +34,11 @@ def options(
     """Attention whose memory does not grow."""
 
 
+DataDir = Annotated[Path | None, typer.Option(envvar="CONSTMEM_DATA", help="Folder of packs (*.npz).")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
 X = Annotated[str | None, typer.Option("--x", help="Of a CSV file: its input columns, a,b,...")]
 Y = Annotated[str | None, typer.Option("--y", help="Of a CSV file: its output columns.")]
-Group = Annotated[
-    str | None, typer.Option(help="Of a CSV file: the column that says which rows are one task.")
-]
+Group = Annotated[str | None, typer.Option(help="Of a CSV file: the column that makes rows one task.")]
 
 _FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".npz")  # points are read from the first two only
 _DATASETS = f"{', '.join(catalogue.POINTS)}; of events: {', '.join(catalogue.EVENTS)}; or a file of your own."
@@ -54,7 +52,7 @@ Mark = Annotated[str | None, typer.Option(help=f"{_OWN}the column of kinds, any 
 Time = Annotated[str | None, typer.Option(help=f"{_OWN}the column of times, numbers or ISO dates.")]
 Unit = Annotated[str | None, typer.Option(help=f"{_OWN}the unit of its times; second if not given.")]
 End = Annotated[str | None, typer.Option(help=f"{_OWN}when the watch ended, or last: with the last event.")]
-Split = Annotated[str | None, typer.Option(help=f"{_OWN}part it by sequence (the default) or by time.")]
+Split = Annotated[str | None, typer.Option(help=f"{_OWN}split by sequence (the default) or by time.")]
 
 
 @app.command()
@@ -183,9 +181,7 @@ def evaluate(
 def table(
     results: Annotated[
         list[Path] | None,
-        typer.Argument(
-            help="Folders of scored runs, or JSON files of rows; every run in runs/ if not given."
-        ),
+        typer.Argument(help="Folders of scored runs, or JSON files of rows; if not given, all in runs/."),
     ] = None,
     dataset: Annotated[str | None, typer.Option(help="Only this data set.")] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
@@ -231,8 +227,50 @@ def plot(
         print(path)
 
 
+@data_app.command(name="list")
+def list_data(data_dir: DataDir = None) -> None:
+    """What is found where, and what to download for what is not."""
+    from constmem.data import hints, listing
+
+    for line in (*listing(data_dir), "", *hints(data_dir)):
+        print(line)
+
+
+@data_app.command()
+def prepare(
+    what: Annotated[str, typer.Argument(help=", ".join(catalogue.PREPARED))],
+    source: Annotated[Path, typer.Option(help="Folder, archive or file of the original public data.")],
+    data_dir: DataDir = None,
+    partition: Annotated[
+        Path | None,
+        typer.Option(help="celeba: list_eval_partition.txt; looked for beside the source if not given."),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="easytpp: of the data set; that of the folder if not given.")
+    ] = None,
+    unit: Annotated[str | None, typer.Option(help="easytpp: of its times, such as hour.")] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Write over a pack that holds more than the new one, too.")
+    ] = False,
+) -> None:
+    """Turn the original public files into the prepared format, and say what was found in them.
+
+    What differs from the official data, in number or checksum, is on lines that begin with warning:.
+    """
+    from constmem import data
+    from constmem.training.log import counted
+
+    with counted(f"preparing {what}") as progress:
+        how: dict[str, Any] = {"partition": partition, "name": name, "unit": unit, "replace": replace}
+        made = data.prepare_pack(what, source, data_dir, progress=progress, **how)
+    for line in (made.path, *made.found):
+        print(line)
+    for line in made.warnings:
+        print(f"warning: {line}", file=sys.stderr)
+
+
 def main() -> None:
-    """Run a command; known errors become one clear line, with exit code 2."""
+    """Run a command; known errors become one clear line, with exit code 2 (1 for a run that stopped)."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve a busy machine
     try:
         app()
@@ -242,17 +280,20 @@ def main() -> None:
             from constmem.core.files import advice_on
 
             advice = advice_on(error)
-        print(f"constmem: {error}{advice}", file=sys.stderr)
-        sys.exit(2)
+        _end(f"{error}{advice}", 2)
     except RuntimeError as error:
-        if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
-            told = "take a smaller batch (--set batch=...), fewer points, or a smaller model"
-            print(f"constmem: out of memory ({str(error).splitlines()[0]}): {told}", file=sys.stderr)
-            sys.exit(2)
-        if type(error).__name__ not in ("StoppedError", "ConditioningError"):
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        if "OutOfMemoryError" in kinds or "can't allocate memory" in str(error):
+            how = "take a smaller batch (--set batch=...), fewer points, or a smaller model"
+            _end(f"out of memory ({str(error).splitlines()[0]}): {how}", 2)
+        if not kinds & {"StoppedError", "ConditioningError"}:
             raise
-        print(f"constmem: {error}", file=sys.stderr)
-        sys.exit(1)
+        _end(str(error), 1)
+
+
+def _end(message: str, code: int) -> NoReturn:
+    print(f"constmem: {message}", file=sys.stderr)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
 """The command line as a person meets it."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 import pytest
+import torch
 
 import constmem
 from constmem import cli
@@ -14,6 +18,8 @@ from constmem.cli import train
 from constmem.data import DATASETS
 from constmem.evaluation.demo import demo
 from constmem.models import EVENTS, POINTS, with_variants
+from constmem.training import loop
+from constmem.training.folder import StoppedError
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -107,21 +113,18 @@ def test_what_to_run_next_names_the_data_folder_unless_the_variable_does(
 
 
 def test_a_missing_data_set_is_told_with_where_it_was_looked_for(tmp_path: Path) -> None:
-    done = command("train", "emnist", "cmanp", "--data-dir", str(tmp_path), cwd=tmp_path)
-    assert done.returncode == 2
-    assert str(tmp_path) in done.stderr
-    assert "prepare" in done.stderr
+    with pytest.raises(FileNotFoundError, match=f"(?s){tmp_path}.*prepare"):
+        train("emnist", "cmanp", data_dir=tmp_path, out=tmp_path / "run")
 
 
-def test_a_run_is_trained_and_scored(tmp_path: Path) -> None:
+def test_a_run_is_trained_and_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"dim": 8, "depth": 1, "num_slots": 4, "num_latents": 4, "hidden": 8, "num_heads": 2}
     small = [f"--set=model.{key}={value}" for key, value in sizes.items()]
     small += ["--set=batch=4", "--set=warmup=1"]
     done = command("train", "digits", "cmanp", "--steps", "3", "--out", "run", *small, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    done = command("eval", "run", "--json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(done.stdout)
+    cli.evaluate([tmp_path / "run"], as_json=True)
+    (row,) = json.loads(capsys.readouterr().out)
     scores = row["scores"]["test"]
     assert row["steps"] == 3
     assert scores["points"] > 1000
@@ -153,18 +156,6 @@ def test_runs_of_several_seeds_are_scored_one_by_one_and_together(
     assert json.loads(capsys.readouterr().out) == [together]
 
 
-def test_the_demo_writes_its_pictures_and_says_where(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    demo(tmp_path, steps=2, points=1000)
-    shown = capsys.readouterr().out
-    for name in ("digits.png", "small.png", "memory.png"):
-        picture = (tmp_path / name).read_bytes()
-        assert picture.startswith(b"\x89PNG")
-        assert name in shown.replace("\n", "")
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-
-
 @pytest.mark.parametrize("resumed", [False, True])
 def test_ctrl_c_before_training_begins_is_answered_with_what_was_kept(
     tmp_path: Path,
@@ -185,3 +176,38 @@ def test_ctrl_c_before_training_begins_is_answered_with_what_was_kept(
         cli.main()
     kept = "run is as it was" if resumed else "nothing was kept"
     assert f"constmem: stopped before the first step; {kept}\n" in capsys.readouterr().err
+
+
+def test_an_interrupted_demo_says_what_it_accepts_then_goes_on_and_writes_its_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = loop.Losses.note
+
+    def note(self: Any, loss: Any) -> None:
+        real(self, loss)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(loop.Losses, "note", note)
+    with pytest.raises(StoppedError, match="stopped after step 1: the same command goes on from there"):
+        demo(tmp_path, steps=2, points=10)
+    monkeypatch.undo()
+    demo(tmp_path, steps=2, points=1000)
+    shown = capsys.readouterr().out
+    for name in ("digits.png", "small.png", "memory.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+        assert name in shown.replace("\n", "")
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_the_demo_runs_on_one_thread_and_leaves_their_number_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr("constmem.evaluation.demo._demo", lambda *_: seen.append(torch.get_num_threads()))
+    torch.set_num_threads(2)
+    try:
+        demo(tmp_path)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert seen == [1]

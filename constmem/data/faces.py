@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from constmem.data.packs import Array, cache_folder, identity, read_pack, write_pack
+from constmem.data.packs import Array, identity, read_pack, write_pack
+from constmem.kernels import cache_folder
 
 Progress = Callable[[int, int], None]
 WIDTH, HEIGHT = 178, 218  # of an aligned face

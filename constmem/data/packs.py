@@ -52,11 +52,6 @@ def data_folder(data_dir: Folder = None) -> Path:
     return Path(data_dir or os.environ.get("CONSTMEM_DATA") or "~/.local/share/constmem").expanduser()
 
 
-def cache_folder() -> Path:
-    """Where what can be made again is kept: the folder CONSTMEM_CACHE names, else ~/.cache/constmem."""
-    return Path(os.environ.get("CONSTMEM_CACHE") or "~/.cache/constmem").expanduser()
-
-
 def find_pack(name: str, data_dir: Folder = None) -> Path:
     """The pack of a data set, or an error that says where it was looked for and how to get it."""
     folder = data_folder(data_dir)

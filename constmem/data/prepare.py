@@ -49,7 +49,7 @@ FILES = {"train": ("train",), "validation": ("dev", "validation", "valid", "val"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A pack that was just written: where, what it holds, and what of it is not as officially."""
+    """A pack that was just written: where, what it holds, and what differs from the official data."""
 
     path: Path
     found: list[str]

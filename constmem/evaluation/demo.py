@@ -14,6 +14,7 @@ from constmem.evaluation.pictures import completions
 from constmem.evaluation.points import evaluate
 from constmem.neural_processes import CMANP, NeuralProcess
 from constmem.stream import Stream
+from constmem.training.folder import InterruptedRunError, StoppedError
 from constmem.training.log import progress
 from constmem.training.loop import Run, build, train
 from constmem.training.recipes import recipe
@@ -21,11 +22,20 @@ from constmem.training.sources import Source, open_source
 
 
 def demo(out: Path, *, steps: int | None = None, points: int = 1_000_000) -> None:
-    """Run all of it; pictures and the trained model go to `out`."""
+    """Run all of it on one thread, as fits small work; pictures and the trained model go to `out`."""
     from rich.console import Console
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        _demo(out, steps, points, Console())
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _demo(out: Path, steps: int | None, points: int, console: Any) -> None:
     from rich.table import Table
 
-    console = Console()
     table = Table(title="What was just shown", title_justify="left", show_lines=False)
     table.add_column("measured")
     table.add_column("value", justify="right")
@@ -64,7 +74,12 @@ def like_emnist(pixels: Tensor) -> Tensor:
 def _train(out: Path, steps: int | None, table: Any) -> dict[str, Path]:
     run = Run("digits", "cmanp-tiny", "improved", recipe("digits", "cmanp-tiny"))
     folder = out / "model"
-    train(run, out=folder, resume=True, stop_after=steps, validate_every=300)
+    try:
+        train(run, out=folder, resume=True, stop_after=steps, validate_every=300)
+    except InterruptedRunError as error:
+        raise StoppedError(
+            f"stopped after step {error.step}: the same command goes on from there (the demo has no --resume)"
+        ) from None
     model = CMANP.from_pretrained(folder)
     source = open_source("digits", run.recipe, data_dir=None, device=torch.device("cpu"))
     before, after = _scores(build(run), source), _scores(model, source)

@@ -19,6 +19,7 @@ from constmem.kernels.fused import attend, attend_backward, choose
 from constmem.kernels.gpu_fold import fold
 from constmem.kernels.graphs import Graphs
 from constmem.kernels.layers import attention, feed_forward
+from constmem.kernels.library import cache_folder
 from constmem.kernels.paths import CPU, GPU, PATHS, Path, traced
 from constmem.kernels.reference import EMPTY, Absorbed, Chunk, absorb, accumulate, joined, perceptron, scores
 
@@ -35,6 +36,7 @@ __all__ = [
     "attend",
     "attend_backward",
     "attention",
+    "cache_folder",
     "checksum",
     "choose",
     "chunk",

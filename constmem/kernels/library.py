@@ -96,10 +96,17 @@ def _compiler() -> list[str]:
     return [found, *asked[1:]]
 
 
+def cache_folder() -> Path:
+    """Where what can be made again is kept: CONSTMEM_CACHE, else constmem in XDG_CACHE_HOME or ~/.cache."""
+    if asked := os.environ.get("CONSTMEM_CACHE"):
+        return Path(asked).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "constmem"
+
+
 def _folder() -> Path:
     """The cache folder, if nobody else can write to it; otherwise a private one, and a line in the log."""
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "constmem"
+        folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if _own(folder):
             return folder

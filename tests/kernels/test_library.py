@@ -26,6 +26,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     source = tmp_path / "small" / "native.cpp"
     source.write_text(SOURCE)
     monkeypatch.setattr(library, "SOURCE", source)
+    monkeypatch.delenv("CONSTMEM_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     return tmp_path / "constmem"

@@ -141,14 +141,16 @@ def test_hazards_of_bursts_are_drawn_on_a_logarithmic_axis_down_to_the_longest_s
     drawn: list[Any],
 ) -> None:
     for long, scale in ((1.0, "linear"), (1e4, "log")):
-        gaps = torch.tensor([1.0, 1.0, long, 1.0], dtype=torch.float64)
-        line = Timeline(gaps.cumsum(0), gaps, torch.zeros(4, dtype=torch.long), "week", 1)
-        hazard = torch.tensor([[1.0, 1.0], [0.5, 1.0], [0.4, 0.1 / long], [0.5, 1.0]], dtype=torch.float64)
+        gaps = 600 * torch.tensor([1.0, 1.0, long, 1.0], dtype=torch.float64)
+        line = Timeline(gaps.cumsum(0), gaps, torch.zeros(4, dtype=torch.long), "second", 1)
+        hazard = (
+            torch.tensor([[1.0, 1.0], [0.5, 1.0], [0.4, 0.1 / long], [0.5, 1.0]], dtype=torch.float64) / 600
+        )
         hazard_picture(line, gaps.cumsum(0)[:, None].expand(4, 2), hazard, "a.png", title="x")
         assert drawn[-1].axes[0].get_yscale() == scale
-    low, high = drawn[-1].axes[0].get_ylim()
-    assert low <= 1e-5 / 2
-    assert high == pytest.approx(2.0)
+    low, high = drawn[-1].axes[0].get_ylim()  # in events per hour
+    assert low <= 6 * 1e-5 / 2
+    assert high == pytest.approx(6 * 2.0)
 
 
 def test_the_quantiles_drawn_for_a_true_model_lie_in_the_band(drawn: list[Any]) -> None:

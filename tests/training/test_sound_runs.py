@@ -14,9 +14,9 @@ from constmem.core.checks import first_not_finite
 from constmem.neural_processes import CNP, EQTNP
 from constmem.training import loop as train
 from constmem.training import sources
-from constmem.training.folder import CHECKPOINT
+from constmem.training.folder import CHECKPOINT, StoppedError
 from constmem.training.log import Log, Losses, read_metrics
-from constmem.training.loop import Run, StoppedError
+from constmem.training.loop import Run
 from constmem.training.recipes import changed, recipe
 
 

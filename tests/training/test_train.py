@@ -22,8 +22,9 @@ from constmem.neural_processes import MODELS as NEURAL_PROCESSES
 from constmem.training import folder as run_folder
 from constmem.training import loop as train
 from constmem.training import recipes, sources
+from constmem.training.folder import StoppedError
 from constmem.training.log import Log, progress
-from constmem.training.loop import Run, StoppedError
+from constmem.training.loop import Run
 from constmem.training.muon import Muon
 from constmem.training.recipes import EventRecipe, PointRecipe, changed, recipe
 
