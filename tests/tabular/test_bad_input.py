@@ -3,11 +3,11 @@
 import numpy as np
 import pandas as pd
 import pytest
-from rows import KINDS, SMALL, answers_of
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 
 from constmem.tabular.estimators import StreamingClassifier, StreamingRegressor
+from tests.tabular.rows import KINDS, SMALL, answers_of
 
 
 def _good(kind: str):

@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 import pytest
 from record import peak
-from rows import KINDS, SMALL, answers_of, classes, table
 from safetensors import safe_open
 from scipy import stats
 from sklearn.base import clone
@@ -23,6 +22,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from constmem.tabular.estimators import StreamingClassifier, StreamingRegressor
+from tests.tabular.rows import KINDS, SMALL, answers_of, classes, table
 
 
 @parametrize_with_checks([StreamingRegressor(), StreamingClassifier()])
