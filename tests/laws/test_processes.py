@@ -17,7 +17,7 @@ from constmem.core.monoid import Monoid
 from constmem.data import Events
 from constmem.point_processes import MODELS, PointProcess
 from tests.conftest import Refuses
-from tests.laws.processes import KINDS, MARKS, small, stream
+from tests.laws.models import KINDS, MARKS, small, stream
 
 every_model = pytest.mark.parametrize("kind", KINDS)
 every_monoid = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gru"])
