@@ -62,12 +62,13 @@ class Moments:
             )
         if weight is not None and weight.shape != phi.shape[:-1]:
             raise ValueError(f"weights of shape {tuple(weight.shape)} for {_rows(phi)} rows: give one a row")
-        *batch, n, p = phi.shape
-        made = Moments.empty(p, y.shape[-1], batch=tuple(batch), device=phi.device)
-        for start in range(0, n, CHUNK):
+        made = None
+        for start in range(0, max(phi.shape[-2], 1), CHUNK):
             rows = slice(start, start + CHUNK)
-            part = None if weight is None else weight[..., rows]
-            made = made.merge(_of_chunk(phi[..., rows, :].double(), y[..., rows, :].double(), part))
+            part = None if weight is None else weight[..., rows].double()
+            chunk = _of_chunk(phi[..., rows, :].double(), y[..., rows, :].double(), part)
+            made = chunk if made is None else made.merge(chunk)
+        assert made is not None
         return made
 
     def merge(self, other: "Moments") -> "Moments":
@@ -193,15 +194,18 @@ class Moments:
 
 def _of_chunk(phi: Tensor, y: Tensor, weight: Tensor | None) -> Moments:
     """Sums over one chunk of rows, in float64: one of float32 is not positive definite."""
-    weighted = phi if weight is None else phi * weight[..., None].double()
+    weighted = phi if weight is None else phi * weight[..., None]
     p = phi.shape[-1]
-    gram = phi.new_zeros(*phi.shape[:-2], p, p)
+    gram = phi.new_empty(*phi.shape[:-2], p, p)
     for start in range(0, p, BLOCK):
-        rows = slice(start, start + BLOCK)
-        gram[..., rows, start:] = weighted[..., rows].mT @ phi[..., start:]
-    gram = gram.triu() + gram.triu(1).mT
-    squares = y.square() if weight is None else y.square() * weight[..., None].double()
-    count = phi.new_full(phi.shape[:-2], phi.shape[-2]) if weight is None else weight.double().sum(-1)
+        rows, beyond = slice(start, start + BLOCK), slice(start + BLOCK, p)
+        block = weighted[..., rows].mT @ phi[..., start:]
+        gram[..., rows, beyond] = block[..., BLOCK:]
+        gram[..., beyond, rows] = block[..., BLOCK:].mT
+        square = block[..., :BLOCK]
+        gram[..., rows, rows] = (square + square.mT) / 2  # symmetric to the last bit, as saving needs it
+    squares = y.square() if weight is None else y.square() * weight[..., None]
+    count = phi.new_full(phi.shape[:-2], phi.shape[-2]) if weight is None else weight.sum(-1)
     return Moments(gram, weighted.mT @ y, squares.sum(-2), count)
 
 

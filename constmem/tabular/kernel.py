@@ -57,6 +57,8 @@ class Kernel:
         for step in range(1, STEPS + 1):
             rows = torch.randperm(len(u), generator=generator)[:ROWS]
             slope = _slope(at, u[rows], y[rows], columns)
+            if slope is None:
+                break
             mean = 0.9 * mean + 0.1 * slope
             square = 0.99 * square + 0.01 * slope.square()
             move = RATE * (mean / (1 - 0.9**step)) / ((square / (1 - 0.99**step)).sqrt() + 1e-8)
@@ -97,8 +99,11 @@ def _distance(u: Tensor, v: Tensor) -> Tensor:
     return far.addmm_(u, v.mT, alpha=-2.0).clamp_(min=0.0)
 
 
-def _slope(at: Tensor, u: Tensor, y: Tensor, columns: int) -> Tensor:
-    """Gradient of the negative log marginal likelihood in the logarithms of rates and variances."""
+def _slope(at: Tensor, u: Tensor, y: Tensor, columns: int) -> Tensor | None:
+    """Gradient of the negative log marginal likelihood in the logarithms of rates and variances.
+
+    None where rounding leaves the covariance indefinite: there is no noise left to find.
+    """
     rates, parts = at[: -len(PARTS)].exp().view(2, -1), at[-len(PARTS) :].exp()
     smooth, rough, slant, noise = parts
     v, w = (u * rate for rate in rates)
@@ -107,7 +112,9 @@ def _slope(at: Tensor, u: Tensor, y: Tensor, columns: int) -> Tensor:
     linear = slant / columns * (u[:, :columns] @ u[:, :columns].mT)
     covariance = kernels[0] + kernels[1] + linear + CONSTANT
     covariance.diagonal().add_(noise + JITTER)
-    factor = torch.linalg.cholesky(covariance)
+    factor, failed = torch.linalg.cholesky_ex(covariance)
+    if failed:
+        return None
     answer = torch.cholesky_solve(y, factor)
     pull = (y.shape[1] * torch.cholesky_inverse(factor) - answer @ answer.mT) / 2
     bends = -kernels[0] / 2, torch.where(near > 0, -kernels[1] / (2 * near).clamp(min=1e-12), 0.0)

@@ -80,16 +80,22 @@ def test_estimators_in_their_warm_up_merge_too(kind: str, sizes: tuple[int, int]
     np.testing.assert_allclose(answers_of(a, x), answers_of(whole, x), rtol=0, atol=1e-6)
 
 
-def test_classes_that_only_one_shard_has_seen_are_merged() -> None:
+def test_classes_that_shards_have_met_in_another_order_are_merged() -> None:
     x, y = classes(1200)
-    base = StreamingClassifier(**SMALL).partial_fit(x[:300], np.where(y[:300] == "high", "low", y[:300]))
-    low, others = base.spawn(), base.spawn()
-    for estimator, which in ((low, y == "low"), (others, y != "low")):
-        estimator.partial_fit(x[which], y[which])
-    merged = low.merge(others)
+    base = StreamingClassifier(**SMALL).fit(x[:300], np.full(300, "low"))
+    merged, other = base.spawn(), base.spawn()
+    merged.partial_fit(x[y == "middle"], y[y == "middle"])
+    for label in ("high", "low"):
+        other.partial_fit(x[y == label], y[y == label])
+    merged.merge(other)
     whole = base.spawn().partial_fit(x, y)
     assert merged.classes_.tolist() == ["high", "low", "middle"]
     np.testing.assert_allclose(merged.predict_proba(x), whole.predict_proba(x), rtol=0, atol=1e-6)
+    again = base.spawn().partial_fit(x[y == "high"], y[y == "high"])
+    again.merge(
+        base.spawn().partial_fit(x[y != "high"], y[y != "high"])
+    )  # middle is second there, third here
+    np.testing.assert_allclose(again.predict_proba(x), whole.predict_proba(x), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -66,6 +66,7 @@ def test_answers_hold_for_rows_that_wait_as_for_those_folded_in(waiting: int) ->
     memory.learn(x[:400], y[:400])
     memory.fold()
     memory.answers(asked)  # precisions are found here, and then kept
+    before = memory.traces[0].base()
     half = 400 + waiting // 2
     memory.learn(x[400:half], y[400:half])
     memory.answers(asked)  # a correction that grows in steps
@@ -87,7 +88,13 @@ def test_answers_hold_for_rows_that_wait_as_for_those_folded_in(waiting: int) ->
     lacking = 1 - (query[:, memory.features.groups["kernel"]] ** 2).sum(1)
     leverage = np.einsum("np,pq,nq->n", query, inverse, query) + base.missed * (lacking - base.usual)
     ratio = answer.variance.numpy()[:, 0] / (1 + leverage)
-    np.testing.assert_allclose(ratio, ratio[0], rtol=1e-9)
+    assert answer.freedom == pytest.approx(before.freedom + waiting)
+    known = [(phi[:n], y.numpy()[:n]) for n in (400, 400 + waiting)]
+    few, all_left = (
+        (t.T @ t - t.T @ f @ np.linalg.solve(f.T @ f + np.diag(added), f.T @ t)).item() for f, t in known
+    )
+    noise = (float(before.noise) * before.freedom + all_left - few) / answer.freedom
+    np.testing.assert_allclose(ratio, noise, rtol=1e-6)
 
     memory.fold()
     (folded,) = memory.answers(asked)
