@@ -28,7 +28,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from constmem.core.moments import Moments
-from constmem.tabular.evidence import posterior
+from constmem.tabular.evidence import heavier, posterior
 from constmem.tabular.features import Features
 
 CHUNK = 4096
@@ -57,8 +57,9 @@ def closed_form(data: Data, seed: int) -> Row:
     observed = time.process_time()
     found = posterior(moments, features.groups)
     searched = time.process_time()
-    mean, variance = (t[:, 0].numpy() for t in found.mean_variance(features(torch.from_numpy(x_test))))
-    t = stats.t(found.freedom, centre + scale * mean, scale * np.sqrt(variance))
+    mean, variance = found.mean_variance(features(torch.from_numpy(x_test)))
+    variance, freedom = heavier(variance, found.freedom)
+    t = stats.t(freedom, centre + scale * mean[:, 0].numpy(), scale * variance[:, 0].sqrt().numpy())
     cover = {f"cover{p}": float(np.mean(np.abs(t.cdf(y_test) - 0.5) < p / 200)) for p in (50, 90)}
     return {
         **_error(t.mean(), y_test),

@@ -17,7 +17,7 @@ CLIP = 4.0  # deviations: what lies further out is no further from anything
 KNOTS = 64  # quantiles kept of each column
 TREES, DEPTH = 8, 4
 GROWN = 1024, 4  # rows that trees see, at most, and one of how many: trees that saw all targets overfit
-PRODUCTS, FAR = 12, 8.0  # columns that are multiplied with one another, clipped at so many deviations
+PRODUCTS, FAR = 16, 8.0  # columns that are multiplied with one another, clipped at so many deviations
 RANK = 3.0**0.5  # ranks are spread evenly over -RANK to RANK: one deviation wide, as the columns are
 
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 from torch import Tensor
 
 from constmem.core.moments import Moments
 from constmem.tabular.classes import probabilities
-from constmem.tabular.evidence import PRIOR, Posterior, _Fit, at, posterior
+from constmem.tabular.evidence import PRIOR, TAILS, Posterior, _Fit, at, heavier, posterior
 
 GROUPS = {"constant": slice(0, 1), "few": slice(1, 4), "many": slice(4, 12)}
 seeds = st.integers(0, 2**31)
@@ -111,9 +112,17 @@ def test_intervals_hold_what_they_promise() -> None:
         phi, y = data(240, seed=seed)
         found = posterior(Moments.observe(phi[:40], y[:40]), GROUPS)
         mean, variance = found.mean_variance(phi[40:])
-        t = torch.distributions.StudentT(found.freedom).sample((100_000,)).abs().quantile(0.9)
+        t = stats.t.ppf(0.95, found.freedom)
         inside += ((y[40:] - mean).abs() < t * variance.sqrt()).double().flatten().tolist()
     assert 0.86 < np.mean(inside) < 0.94
+
+
+@pytest.mark.parametrize("freedom", [1.5, 8.0, 9.0, 30.0, 1e6])
+def test_heavier_tails_leave_90_percent_intervals_alone(freedom: float) -> None:
+    variance, fewer = heavier(torch.tensor([4.0], dtype=torch.float64), freedom)
+    assert fewer == min(freedom, TAILS)
+    width = float(variance.sqrt()) * stats.t.ppf(0.95, fewer)
+    assert width == pytest.approx(2 * stats.t.ppf(0.95, freedom), rel=1e-3)
 
 
 @pytest.mark.parametrize("n", [0, 1, 2])
