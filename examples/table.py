@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from sklearn.datasets import load_diabetes, load_digits
 
-from constmem.tabular.estimators import StreamingClassifier, StreamingRegressor
+from constmem import StreamingClassifier, StreamingRegressor
 
 
 def stream() -> None:

@@ -22,6 +22,7 @@ class Columns:
     hashed), dates become calendar features, columns without a value only say whether one is there now.
 
     Example:
+        >>> from constmem.tabular.inputs import frame_of
         >>> columns = Columns.freeze(frame_of({"size": [1.0, 3.0], "town": ["Ulm", "Bern"]}))
         >>> columns(frame_of({"town": ["Rome"], "size": [2.0]}))
         array([[0., 0., 0.]])

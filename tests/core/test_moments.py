@@ -6,14 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Refuses
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from constmem.core import moments as module
+from constmem.core.files import write_tensors
 from constmem.core.moments import Moments
+from tests.conftest import Refuses
 
 P, K = 5, 2
 seeds = st.integers(0, 2**31)
@@ -196,6 +197,6 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, change: object, mess
         tensors[name] = change(tensors[name]).contiguous()
     else:
         del tensors[name]
-    save_file(tensors, path, {"format": Moments.KIND, "version": "1"})
+    write_tensors(path, tensors, {"format": Moments.KIND, "version": "1"})
     with pytest.raises(ValueError, match=f"is damaged: it .*{message}.*; save the state again"):
         Moments.load(path)
