@@ -38,7 +38,7 @@ class Features:
     Example:
         >>> x = torch.randn(50, 3, dtype=torch.float64)
         >>> features = Features.anchor(x, seed=0)
-        >>> torch.allclose(features(x[:7]), features(x)[:7], rtol=0, atol=1e-12)
+        >>> torch.allclose(features(x[:7]), features(x)[:7], atol=1e-6)
         True
     """
 
