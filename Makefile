@@ -3,21 +3,26 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PROJECT := pyproject.toml constraints.txt
+QUICK := not slow and not gpu and not wheel
+SHAPED := tests/core tests/neural_processes tests/point_processes tests/laws tests/test_stream.py
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench wheel-test clean
 
 demo: $(VENV)/.train  ## train a small model on real digits, stream pixels into it, draw what it sees
 	$(BIN)/constmem demo
 
 test: $(VENV)/.dev  ## the tests, then once more with every shape annotation checked at run time
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" $(ARGS)
-	$(BIN)/python -m pytest -n 2 -q -m "not slow and not gpu and not compiles and not data" tests/core/test_state.py tests/core/test_block.py tests/neural_processes/test_neural_processes.py tests/test_stream.py tests/neural_processes/test_scales.py tests/laws/test_processes.py tests/point_processes/test_cmhp.py tests/point_processes/test_base.py tests/point_processes/test_heads.py tests/point_processes/test_model.py --jaxtyping-packages=constmem,beartype.beartype
+	$(BIN)/python -m pytest -n 2 -m "$(QUICK)" $(ARGS)
+	$(BIN)/python -m pytest -n 2 -q -m "$(QUICK) and not compiles and not data" $(SHAPED) --jaxtyping-packages=constmem,beartype.beartype
 
 check: $(VENV)/.dev  ## style, types, and the direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+wheel-test: $(VENV)/.dev  ## build wheel and sdist, install both in clean environments, run the demo there
+	$(BIN)/python -m pytest -m wheel tests/test_packaging.py $(ARGS)
 
 bench: $(VENV)/.dev  ## measure again what a CPU can in minutes: nothing of a GPU, no table of trained models
 	$(BIN)/python benchmarks/memory.py

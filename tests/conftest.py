@@ -41,6 +41,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]  # which are not installed
 
 torch.set_num_threads(1)
 settings.register_profile("constmem", deadline=None, max_examples=25, derandomize=True, database=None)
+settings.register_profile("shapes", settings.get_profile("constmem"), max_examples=5)
 settings.load_profile("constmem")
 
 VECTORS = {"widest": (), "256 bits": ("-mno-avx512f",), "128 bits": ("-mno-avx",)}
@@ -53,6 +54,12 @@ Refuses = Callable[[Kinds, str], AbstractContextManager[None]]
 def held_to() -> Callable[..., str | None]:
     """`instruction_set`, for its own test."""
     return instruction_set
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The pass that checks shapes looks at each law a few times: the other has looked at it often."""
+    if config.getoption("--jaxtyping-packages", default=None) is not None:
+        settings.load_profile("shapes")
 
 
 @pytest.fixture(autouse=True)

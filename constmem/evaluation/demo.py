@@ -17,8 +17,10 @@ from constmem.stream import Stream
 from constmem.training.folder import InterruptedRunError, StoppedError
 from constmem.training.log import progress
 from constmem.training.loop import Run, build, train
-from constmem.training.recipes import recipe
+from constmem.training.recipes import changed, recipe
 from constmem.training.sources import Source, open_source
+
+STEPS = 1000  # of training: half a minute of one processor
 
 
 def demo(out: Path, *, steps: int | None = None, points: int = 1_000_000) -> None:
@@ -44,7 +46,7 @@ def _demo(out: Path, steps: int | None, points: int, console: Any) -> None:
     )
     files = {"digits, completed": _complete(out)}
     console.print(
-        "2. Training a small model from scratch on 1,300 real digits of 8x8 pixels (a minute or two) ..."
+        "2. Training a small model from scratch on 1,300 real digits of 8x8 pixels (about a minute) ..."
     )
     files |= _train(out, steps, table)
     console.print(f"3. Streaming {points:,} points into the first model ...")
@@ -72,7 +74,8 @@ def like_emnist(pixels: Tensor) -> Tensor:
 
 
 def _train(out: Path, steps: int | None, table: Any) -> dict[str, Path]:
-    run = Run("digits", "cmanp-tiny", "improved", recipe("digits", "cmanp-tiny"))
+    settings = changed(recipe("digits", "cmanp-tiny"), ["model.depth=1", "lr=5e-3"], steps=STEPS)
+    run = Run("digits", "cmanp-tiny", "improved", settings)
     folder = out / "model"
     try:
         train(run, out=folder, resume=True, stop_after=steps, validate_every=300)

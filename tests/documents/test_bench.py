@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import gpu_tables
+import numpy as np
 import pytest
 import torch
 from bench import bench, show
@@ -57,16 +58,14 @@ def test_one_is_not_called_many_and_what_was_not_measured_has_no_column(
     assert shown.count("1 stream ") == 1  # the same size again is not repeated
 
 
-def test_ratios_say_how_many_times_as_fast_as_the_other() -> None:
-    def work(numbers: int) -> None:
-        torch.randn(numbers).sort()
-
-    plan = Plan(torch.device("cpu"), quick=False)
-    rows = compared(plan, {}, {"literal": lambda: work(400_000), "constmem": lambda: work(100)})
-    literal, constmem = rows
+def test_ratios_say_how_many_times_as_fast_as_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"literal": [1.0, 6.0, 3.0, 8.0, 5.0], "constmem": [0.5, 2.0, 0.5, 1.0, 0.5]}
+    monkeypatch.setattr("benches.side_by_side", lambda *_, **__: times)
+    literal, constmem = compared(Plan(torch.device("cpu"), quick=False), {}, {})
     assert "ratio" not in literal
-    assert constmem["ratio"] > 5
-    assert constmem["quartile_low"] <= constmem["ratio"] <= constmem["quartile_high"]
+    assert (literal["milliseconds"], constmem["milliseconds"]) == (5000.0, 500.0)
+    low, middle, high = np.quantile([2, 3, 6, 8, 10], [0.25, 0.5, 0.75], method="weibull")
+    assert [constmem[key] for key in ("quartile_low", "ratio", "quartile_high")] == [low, middle, high]
 
 
 @torch.no_grad()
