@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 if TYPE_CHECKING:
     from constmem.core.block import CMAB, CMABStack
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from constmem.point_processes import CMHP, PointProcess
     from constmem.point_processes.events import Events
     from constmem.stream import Stream
+    from constmem.tabular.estimators import StreamingClassifier, StreamingRegressor
 
 __all__ = [
     "CMAB",
@@ -27,6 +28,8 @@ __all__ = [
     "PointProcess",
     "Scales",
     "Stream",
+    "StreamingClassifier",
+    "StreamingRegressor",
     "Window",
 ]
 
@@ -38,6 +41,7 @@ _HOMES = {
     "core.state": ("AttentionState",),
     "core.forgetting": ("Decay", "Window"),
     "stream": ("Stream",),
+    "tabular.estimators": ("StreamingClassifier", "StreamingRegressor"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The command line, `constmem demo | train | eval | table | plot | data`; help is given at once."""
+"""The command line, `constmem demo | fit | train | eval | table | plot | data`; help is given at once."""
 
 import os
 import shlex
@@ -10,13 +10,14 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from constmem import __version__
+from constmem import __version__, cli_tables
 from constmem.data import catalogue
 from constmem.models import EVENTS, POINTS, with_variants
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 data_app = typer.Typer(help="Data sets: what is there, and how to prepare what is not.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+cli_tables.register(app)
 
 
 def _print_version(asked: bool) -> None:

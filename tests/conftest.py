@@ -1,7 +1,9 @@
 """What all tests share: one thread, one seed a test, no deadlines, machine code for vectors of any width."""
 
+import os
 import platform
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -11,6 +13,28 @@ import pytest
 import torch
 from hypothesis import settings
 from jaxtyping import TypeCheckError
+
+MULTIPLY = "import torch; a = torch.ones(256, 256, dtype=torch.bfloat16); a @ a"
+
+
+def instruction_set(cpu: str, program: str = MULTIPLY) -> str | None:
+    """What oneDNN must be held to; None if nothing.
+
+    Some virtual machines announce AMX and do not permit it: any product of bfloat16 dies of it.
+    """
+    if "amx" not in cpu or "ONEDNN_MAX_CPU_ISA" in os.environ:
+        return None
+    for name in (None, "AVX512_CORE_BF16", "AVX512_CORE"):
+        environment = os.environ | ({} if name is None else {"ONEDNN_MAX_CPU_ISA": name})
+        if subprocess.run([sys.executable, "-c", program], env=environment, check=False).returncode == 0:
+            return name
+    return "AVX2"
+
+
+_CPU = Path("/proc/cpuinfo")
+if (_name := instruction_set(_CPU.read_text() if _CPU.exists() else "")) is not None:
+    os.environ["ONEDNN_MAX_CPU_ISA"] = _name  # before oneDNN is used; child processes inherit it
+
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]  # which are not installed
@@ -24,6 +48,12 @@ VECTORS = {"widest": (), "256 bits": ("-mno-avx512f",), "128 bits": ("-mno-avx",
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 Kinds = type[Exception] | tuple[type[Exception], ...]
 Refuses = Callable[[Kinds, str], AbstractContextManager[None]]
+
+
+@pytest.fixture
+def held_to() -> Callable[..., str | None]:
+    """`instruction_set`, for its own test."""
+    return instruction_set
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -23,7 +23,7 @@ from constmem.core.files import read_tensors, write_tensors
 from constmem.neural_processes import LBANP, TNPD, StoredPoints
 from constmem.point_processes import MODELS as EVENT_MODELS
 from tests.conftest import Refuses
-from tests.laws import processes
+from tests.laws import models as small_models
 
 Forget = Decay | Window | None
 Model = NeuralProcess[Any, Any]
@@ -775,8 +775,8 @@ def test_what_cannot_be_meant_is_refused_with_advice_that_helps(refuses: Refuses
 @pytest.mark.parametrize("name", EVENT_MODELS)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_stream_of_events_predicts_what_its_model_does(name: str, batch: int, tmp_path: Path) -> None:
-    model = processes.small(name)
-    events = processes.stream(*[12] * batch)
+    model = small_models.small(name)
+    events = small_models.stream(*[12] * batch)
     stream = Stream(model, batch=batch, start=events.t_start)
     stream.observe(events.times[:, :1], events.marks[:, :1])
     stream.observe(events.times[:, 1], events.marks[:, 1])
@@ -795,7 +795,7 @@ def test_a_stream_of_events_predicts_what_its_model_does(name: str, batch: int, 
 
 
 def test_a_watch_begins_with_the_first_event_unless_it_is_said_when(tmp_path: Path) -> None:
-    model = processes.small("cmhp")
+    model = small_models.small("cmhp")
     times, marks = [100.0, 100.5, 103.0], np.array([0, 2, 1])
     stream = Stream(model)
     with pytest.raises(ValueError, match="nobody knows when the watch began: give start="):
@@ -813,8 +813,8 @@ def test_a_watch_begins_with_the_first_event_unless_it_is_said_when(tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["trivial", "thp", "cmhp"])
 def test_a_window_slides_over_events(name: str, tmp_path: Path) -> None:
-    model = processes.small(name)
-    events = processes.stream(20, 20)
+    model = small_models.small(name)
+    events = small_models.stream(20, 20)
     stream = Stream(model, batch=2, forget=Window(6, 3), start=events.t_start)
     for i in range(20):
         stream.observe(events.times[:, i], events.marks[:, i])
@@ -832,6 +832,6 @@ def test_ways_to_forget_that_states_of_events_do_not_allow_are_refused() -> None
     with pytest.raises(
         ValueError, match=r"GRU\w* cannot forget by Window.* use forget=None, or a model whose"
     ):
-        Stream(processes.small("gru"), forget=Window(9))
+        Stream(small_models.small("gru"), forget=Window(9))
     with pytest.raises(ValueError, match=r"CMHP cannot forget by Decay.* use forget=Window"):
-        Stream(processes.small("cmhp"), forget=Decay(5.0))
+        Stream(small_models.small("cmhp"), forget=Decay(5.0))

@@ -75,8 +75,9 @@ class MLP(nn.Module):
         None where a layer was replaced by one that is more than both, as quantization does.
         """
         found: list[tuple[Any, Any]] = []
-        for layer in self.layers:
-            own = refreshed(layer)._parameters
+        layers: Any = self._modules["layers"]
+        for layer in layers._modules.values():
+            own = refreshed(layer)._parameters if layer._forward_pre_hooks else layer._parameters
             if type(layer) is nn.Linear and "weight" in own and "bias" in own:
                 found.append((own["weight"], own["bias"]))
             elif type_before_parametrizations(layer) is nn.Linear:

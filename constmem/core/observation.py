@@ -70,7 +70,7 @@ class Observation(nn.Module):
 
     def weights(self) -> list[Tensor]:
         """What it observes with: its parameters, or what pruning and parametrizations make of them."""
-        own = refreshed(self)._parameters
+        own = refreshed(self)._parameters if self._forward_pre_hooks else self._parameters
         return [own[name] if name in own else getattr(self, name) for name in NAMES]  # type: ignore[misc]
 
     def normed_slots(self) -> Float[Tensor, "depth s d"]:
@@ -93,11 +93,10 @@ class Observation(nn.Module):
             known_as: what is the same object only while no weight changes, here and in `embed`, because
                 the caller has just looked; None if that is not known.
         """
-        slots = self.slots
-        where = slots.device
+        where = self.slots.device
         if torch.is_grad_enabled() or where.type not in ("cpu", "cuda") or not kernels.plain(where):
             return self.prepare()
-        settings = where, slots.dtype, embed is None, products(where.type)
+        settings = embed is None, products(where.type)
         kept = self._kept
         if kept is not None and kept.settings == settings:
             if known_as is not None and kept.known_as is known_as:

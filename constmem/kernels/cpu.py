@@ -199,10 +199,10 @@ class Checksum:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._kept = tensors  # so that their memory goes to no others
-        self._where = [(t.data_ptr(), t.is_contiguous()) for t in tensors]
+        self._where = [t.data_ptr() for t in tensors]
         self._pieces = (
             len(tensors),
-            (POINTER * len(tensors))(*(t.data_ptr() for t in tensors)),
+            (POINTER * len(tensors))(*self._where),
             (NUMBER * len(tensors))(*(t.nbytes for t in tensors)),
         )
 
@@ -213,7 +213,8 @@ class Checksum:
 
     def reads(self, tensors: Sequence[Tensor]) -> bool:
         """Whether it is of the memory that these have now."""
-        return [(t.data_ptr(), t.is_contiguous()) for t in tensors] == self._where
+        same = list(map(Tensor.data_ptr, tensors)) == self._where
+        return same and all(map(Tensor.is_contiguous, tensors))  # in the order that it has now
 
 
 def reads(t: Tensor) -> bool:

@@ -194,13 +194,9 @@ def attention(
         weights: of query, key and value, and the projection of what comes out, with its bias.
     """
     context = x if y is None else y
-    coarse, keys = half(norm[0], x, context), padded(context.shape[1])
-    if (
-        len(x) != len(context)
-        or coarse is None
-        or keys is None
-        or not attends(x.shape[2], heads, keys, coarse, x.device.index)
-    ):
+    coarse = half(norm[0], x, context) if len(x) == len(context) else None
+    keys = None if coarse is None else padded(context.shape[1])
+    if coarse is None or keys is None or not attends(x.shape[2], heads, keys, coarse, x.device.index):
         return None
     given = x.float(), None if y is None else y.float(), mask, *norm, *(norm_y or (None, None))
     found: Tensor = _attention(*given, *weights, heads, eps, normed, coarse)

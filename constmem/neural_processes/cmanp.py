@@ -1,6 +1,6 @@
 """Constant Memory Attentive Neural Process: stacked CMABs, and a decoder that reads every level."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -116,7 +116,9 @@ class CMANP(NeuralProcess):
         return fold(_Projection(self.embed, observation), observation.prepared().queries, chunks)
 
     def observing_parameters(self) -> list[Tensor]:
-        return [*self.embed.tensors(), *self.stack.observation.weights()]
+        stack: Any = self._modules["stack"]  # past the look-ups of modules: small updates feel those
+        embed: Any = self._modules["embed"]
+        return [*embed.tensors(), *stack._modules["observation"].weights()]
 
     @property
     def layout(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from constmem.core.fold import Chunk, joined
 from constmem.core.memory import Needs
@@ -68,8 +68,8 @@ class CNP(NeuralProcess[AttentionState, Tensor]):
     ) -> AttentionState:
         return self.encoder.observe(torch.cat([x, y], -1).to(self.dtype), mask, log_weight)
 
-    def observing_parameters(self) -> list[nn.Parameter]:
-        return list(self.encoder.pre.parameters())
+    def observing_parameters(self) -> list[Tensor]:
+        return self.encoder.observing()
 
     @property
     def layout(self) -> tuple[int, ...]:

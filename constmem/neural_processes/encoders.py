@@ -84,6 +84,10 @@ class PoolingPair(nn.Module):
         value, lse = torch.stack(means, 1), torch.stack(lses, 1)  # (b, 2, d), (b, 2)
         return AttentionState.of(value[:, :, None, None], lse[:, :, None, None], count)
 
+    def observing(self) -> list[Tensor]:
+        """The weights that its states depend on."""
+        return [t for pre in self.pre for t in pre.tensors()]  # type: ignore[operator]
+
     def read(self, state: AttentionState, which: int) -> Float[Tensor, "b o"]:
         """What one of the encoders makes of its mean."""
         out: Tensor = self.post[which](state.value[:, which, 0, 0].to(_dtype(self)))
@@ -223,8 +227,7 @@ class AttentiveEncoder(nn.Module):
         """One vector for all points."""
         bias = bias_of(mask, None, torch.promote_types(x.dtype, torch.float32))
         mean, _ = pool(self.tokens(paired(x, y), mask), bias)
-        out: Tensor = self.post(mean.to(_dtype(self)))
-        return out
+        return self.post(mean.to(_dtype(self)))  # type: ignore[no-any-return]
 
     def encode(
         self, x: Float[Tensor, "*#b n x"], y: Float[Tensor, "*b n y"], mask: Bool[Tensor, "*b n"] | None
@@ -294,4 +297,4 @@ def linear_in_parts(
 
 
 def _dtype(module: nn.Module) -> torch.dtype:
-    return next(module.parameters()).dtype
+    return next((p.dtype for p in module.parameters()), torch.float32)  # none where they are quantized

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions import Distribution, Normal
 
 from constmem.core.checks import positive
@@ -185,8 +185,8 @@ class NP(LatentProcess[AttentionState]):
     ) -> AttentionState:
         return self.encoder.observe(torch.cat([x, y], -1).to(self.dtype), mask, log_weight)
 
-    def observing_parameters(self) -> list[nn.Parameter]:
-        return list(self.encoder.pre.parameters())
+    def observing_parameters(self) -> list[Tensor]:
+        return self.encoder.observing()
 
     @property
     def layout(self) -> tuple[int, ...]:

@@ -129,7 +129,7 @@ class PointModel(Model, Generic[S]):
         super().__init__()
         checks.positive("dim_x", dim_x)
         checks.positive("dim_y", dim_y)
-        self.dim_x, self.dim_y, self._calls = dim_x, dim_y, 0
+        self.dim_x, self.dim_y, self._calls = dim_x, dim_y, [0]
         self.scales: Scales | None
         self.register_module("scales", None)
 
@@ -221,12 +221,15 @@ class PointModel(Model, Generic[S]):
             checks.mask(mask, x)
         if values:
             self._check_values(x, y, mask, chunk)
-        if self.domain and not checks.traced(device):
-            self._calls += 1
-            if x.shape[1] > 1 or self._calls % 64 == 1:  # of single points not every one: it takes 10 us
-                own_x, own_y, _ = self._scaled((x, y, None))
-                self._compare_with_domain("x", own_x, mask)
-                self._compare_with_domain("y", own_y, mask)
+        if self.domain and (x.shape[1] > 1 or self._due()) and not checks.traced(device):
+            own_x, own_y, _ = self._scaled((x, y, None))
+            self._compare_with_domain("x", own_x, mask)
+            self._compare_with_domain("y", own_y, mask)
+
+    def _due(self) -> bool:
+        """Whether a single point is to be looked at: not every one is, since that takes 10 us."""
+        self._calls[0] += 1
+        return self._calls[0] % 64 == 1
 
     def _compare_with_domain(self, name: str, points: Tensor, mask: Tensor | None = None) -> None:
         """Warn, once, of numbers beyond what the model was trained on by more than half of that range."""

@@ -90,7 +90,7 @@ def pieces(events: Events, last_time: Float64[Tensor, " b"], chunk: int) -> Iter
         times = torch.where(mask, events.times[:, here], last_time[:, None])
         times = times.cummax(1).values  # padding stays at the last real time
         gaps = times - torch.cat([last_time[:, None], times], 1)[:, :-1]
-        yield Chunk(times, gaps, events.marks[:, here].clone(), mask)  # a state never aliases events
+        yield Chunk(times, gaps, events.marks[:, here], mask)
         last_time = times[:, -1]
 
 

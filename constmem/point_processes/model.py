@@ -181,8 +181,9 @@ class EventModel(Model):
 
     def observing_parameters(self) -> Sequence[Tensor]:
         """Everything but the heads, unless a model knows better."""
-        heads = {id(p) for head in (self.gap_head, self.mark_head) for p in head.parameters()}
-        return [p for p in self.parameters() if id(p) not in heads] + [self.log_gap_mean, self.log_gap_std]
+        heads = ("gap_head.", "mark_head.")
+        own = [p for name, p in self.named_parameters() if not name.startswith(heads)]
+        return [*own, self.log_gap_mean, self.log_gap_std]
 
     @property
     def scale(self) -> Scale:

@@ -116,10 +116,12 @@ class EventMonoid(EventState, Monoid):
     def merge(self: M, later: M) -> M:
         """The state of both parts of the streams; associative, with `PointProcess.empty` its identity."""
         self._require_parts(later, "merge")
-        after = later.last_time > self.last_time
-        at_once = (later.last_time == self.last_time) & (later.last_gap == 0) & (self.last_gap > 0)
-        seen, both = (self.count > 0) & (later.count > 0), (self.count > 0) == (later.count > 0)
-        theirs = torch.where(both, after | (at_once & seen), later.count > 0)
+        after = (later.last_gap == 0) | (
+            self.last_gap > 0
+        )  # of simultaneous ones, unless it is the other way
+        after = (later.last_time > self.last_time) | ((later.last_time == self.last_time) & after)
+        theirs = (later.count > 0) & ((self.count == 0) | after)
+        theirs = theirs | ((self.count == 0) & (later.last_time > self.last_time))
         clock: dict[str, Any] = {
             name: torch.where(theirs, getattr(later, name), getattr(self, name))
             for name in ("last_time", "last_gap", "last_mark")
@@ -206,7 +208,7 @@ class ConstantState(EventMonoid):
         joined = self.attention.merge(later.attention)
         memory = {"value": joined.value, "lse": joined.lse}
         if RECENT[0] in self.memory:
-            memory |= _recent(*newest(later._remembered, self._remembered))
+            memory |= _recent(*newest(self._remembered, later._remembered))
         return memory
 
     def remove(self, other: "ConstantState", *, max_share: float = 0.999) -> "ConstantState":

@@ -319,3 +319,20 @@ def test_an_update_is_checked_against_the_very_state_it_extends() -> None:
     signed = replace(state, fingerprint="another")
     with pytest.raises(ValueError, match="other weights"):
         model.update(signed, x[:, :1], y[:, :1])
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch's own, of its fused attention
+@torch.no_grad()
+def test_conditioning_and_querying_may_be_vmapped_over_what_was_prepared_before() -> None:
+    model = small()
+    x, y = torch.randn(3, 2, 5, 1), torch.randn(3, 2, 5, 1)
+    state = model.update(model.condition(x[0], y[0]), x[0, :, :1], y[0, :, :1])  # kept by machine code
+
+    def seen(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        new = model.condition(x, y)
+        return new.lse, model.query(new, x).mean, model.query(state, x).mean
+
+    found = torch.func.vmap(seen)(x, y)
+    for i in range(3):
+        for one, other in zip(found, seen(x[i], y[i]), strict=True):
+            torch.testing.assert_close(one[i], other, atol=1e-5, rtol=1e-5)

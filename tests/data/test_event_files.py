@@ -15,7 +15,7 @@ from constmem.data import (
     read_event_csv,
     read_event_parquet,
 )
-from tests.laws.processes import same_events as same
+from tests.laws.models import same_events as same
 
 
 @pytest.fixture(autouse=True)

@@ -54,7 +54,7 @@ def test_a_task_moves_with_its_masks():
     [
         ({"yc": torch.zeros(2, 3, 1)}, "yc has .batch, points. .2, 3., but x has .2, 4."),
         ({"xt": torch.zeros(2, 4, 2)}, "xt has shape"),
-        ({"xc": torch.zeros(4, 1)}, "add the missing axes"),
+        ({"xc": torch.zeros(4, 1)}, r"xc.reshape\(1, -1, 1\)"),
         ({"mask_c": torch.ones(2, 5, dtype=torch.bool)}, "one entry a point"),
         ({"xc": torch.zeros(1, 4, 1), "yc": torch.zeros(1, 4, 1)}, "batch of 1, the targets one of 2"),
     ],

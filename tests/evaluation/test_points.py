@@ -17,7 +17,7 @@ from constmem.neural_processes import CMANP, MODELS
 from constmem.neural_processes.heads import SampleMixture
 from constmem.training.recipes import recipe
 from constmem.training.sources import open_source
-from tests.laws.family import data, small
+from tests.laws.models import data, small
 
 ROOT = Path(__file__).parents[2]
 

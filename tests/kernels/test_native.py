@@ -256,7 +256,7 @@ def test_what_one_call_cannot_update_goes_the_long_way(kind: str) -> None:
             points = points[:1]
         assert model.stack.observation.extended(state, points, embed=model.embed) is None
         if kind == "another batch":
-            with pytest.raises(ValueError, match="differ"):
+            with pytest.raises(ValueError, match="batch of 1"):
                 model.update(state, x[:1, 8:], y[:1, 8:])
         elif kind != "float32 pairs":
             whole = model.condition(x, y)

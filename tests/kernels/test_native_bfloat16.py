@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -224,3 +224,17 @@ def test_a_cpu_without_such_products_computes_in_float32_and_says_so_once(
     assert [record.message for record in caplog.records if "bfloat16" in record.message] == [
         "products of bfloat16 were asked for, and this CPU has none (AVX512-BF16): float32 serves"
     ]
+
+
+def test_where_products_of_bfloat16_die_tests_run_with_fewer_instructions(
+    held_to: Callable[..., str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    dies = "import os; os.environ.get('ONEDNN_MAX_CPU_ISA') == {!r} or os.kill(os.getpid(), 4)"
+    assert held_to("flags: avx512f", dies.format("none")) is None  # nobody is asked
+    assert held_to("flags: amx_bf16", "pass") is None
+    for name in ("AVX512_CORE_BF16", "AVX512_CORE"):
+        assert held_to("flags: amx_bf16", dies.format(name)) == name
+    assert held_to("flags: amx_bf16", dies.format("none")) == "AVX2"
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert held_to("flags: amx_bf16", dies.format("none")) is None

@@ -12,7 +12,7 @@ from constmem.neural_processes import MODELS, NeuralProcess, Scales, StoredPoint
 from constmem.neural_processes.joint import joint_log_prob, sample_jointly
 from constmem.neural_processes.stored import StoringProcess
 from tests.conftest import Refuses
-from tests.laws.family import data, ragged, small
+from tests.laws.models import data, ragged, small
 
 BLOCKS = (1, 2, 4, 6, 9)  # of six targets
 NOISE = 0.5

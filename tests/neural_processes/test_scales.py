@@ -10,7 +10,7 @@ from torch.distributions import Distribution
 
 from constmem import CMANP, NeuralProcess, Scales, Stream
 from constmem.neural_processes import MODELS
-from tests.laws.family import MIXTURES, STORED, assert_same, data, ragged, small
+from tests.laws.models import MIXTURES, STORED, assert_same, data, ragged, small
 
 SCALES: dict[str, list[float]] = {
     "x_mean": [1e6, -3.0],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.conftest import Refuses
-from tests.laws.processes import KINDS, MARKS, small, stream
+from tests.laws.models import KINDS, MARKS, small, stream
 
 every_model = pytest.mark.parametrize("kind", KINDS)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.laws.processes import small, stream
+from tests.laws.models import small, stream
 
 
 def test_a_transformer_remembers_every_event_and_says_so() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from constmem.core.state import AttentionState
 from constmem.data import Events
 from constmem.point_processes import CMHP
-from tests.laws.processes import MARKS, small, stream
+from tests.laws.models import MARKS, small, stream
 
 MB = 2**20
 OPTIONS = ("last_events", "recency", "mass", "relative_time", "gap_tokens", "mark_given_gap")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from constmem.point_processes.events import EventLogProb, Events, bucketed
-from tests.laws.processes import same_events as same
+from tests.laws.models import same_events as same
 
 SEQUENCES = st.lists(st.lists(st.floats(0, 100), min_size=1, max_size=6), min_size=1, max_size=5)
 

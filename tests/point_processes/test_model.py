@@ -16,7 +16,7 @@ from constmem.point_processes import CMHP, MODELS
 from constmem.point_processes import model as prediction
 from constmem.point_processes.events import Events
 from tests.conftest import Refuses
-from tests.laws.processes import KINDS, MARKS, small, stream
+from tests.laws.models import KINDS, MARKS, small, stream
 
 every_model = pytest.mark.parametrize("kind", KINDS)
 

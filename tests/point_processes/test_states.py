@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from constmem.core.files import write_tensors
-from tests.laws.processes import KINDS, small, stream
+from tests.laws.models import KINDS, small, stream
 
 every_model = pytest.mark.parametrize("kind", KINDS)
 Tensors = dict[str, Tensor]

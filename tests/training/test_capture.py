@@ -11,7 +11,7 @@ from torch import Tensor
 
 from constmem.data import Events
 from constmem.training import capture
-from tests.laws.processes import stream
+from tests.laws.models import stream
 
 
 class Recorder:

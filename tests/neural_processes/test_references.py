@@ -14,7 +14,7 @@ from constmem.neural_processes.bootstrap import drawn, ordered
 from constmem.neural_processes.encoders import PostNormAttention
 from constmem.neural_processes.heads import SampleMixture
 from tests.conftest import Refuses
-from tests.laws.family import MIXTURES, assert_same, data, ragged, small
+from tests.laws.models import MIXTURES, assert_same, data, ragged, small
 
 # Mixtures
 

@@ -1,0 +1,198 @@
+"""Streams, row after row: predict, then learn; and how the error on real tables falls with the rows seen.
+
+python benchmarks/streams.py bananas phishing segments elec2     # prequential accuracy
+python benchmarks/streams.py protein power kin8nm                # error against rows
+python benchmarks/streams.py cost                                # what a row, an answer and a state cost
+
+Elec2 and the tables need CONSTMEM_DATA. Rows are added to results/streams.json as they come; those of the
+same part are replaced. Streams are those that come with river, and Elec2 in the version without date and
+weekday, with the label before as one more column. Beside the learner stand: no change (always the label
+before), river's Hoeffding adaptive tree and its adaptive random forest, on the same rows in the same run.
+Seconds are of the CPU, on one thread.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from record import RESULTS, provenance, save
+from river import base, datasets, forest, tree
+
+from constmem.integrations.river import StreamingRiverClassifier
+from constmem.tabular.answers import mixed_log_density
+from constmem.tabular.estimators import StreamingRegressor
+from constmem.tabular.inputs import frame_of
+
+Row = dict[str, Any]
+Stream = Iterable[tuple[dict[str, Any], Any]]
+STREAMS = {"bananas": datasets.Bananas, "phishing": datasets.Phishing, "segments": datasets.ImageSegments}
+TABLES = ("protein", "power", "kin8nm")
+SEEN = (10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)
+CHUNK = 4096
+
+
+def packed(name: str) -> Any:
+    """A prepared data set."""
+    folder = os.environ.get("CONSTMEM_DATA")
+    if not folder:
+        raise SystemExit("set CONSTMEM_DATA to the folder of prepared data sets")
+    return np.load(Path(folder) / name, allow_pickle=False)
+
+
+def elec2() -> Iterator[tuple[dict[str, Any], Any]]:
+    """Half-hours of the electricity market, and whether the price rises; the last label is a column."""
+    data = packed("stream_elec2.npz")
+    names, x, y = [str(c) for c in data["columns"]], data["x"].astype(float).tolist(), data["y"].tolist()
+    for i, (row, label) in enumerate(zip(x, y, strict=True)):
+        yield {**dict(zip(names, row, strict=True)), "before": y[i - 1] if i else 0}, bool(label)
+
+
+class NoChange(base.Classifier):
+    """Always the label before."""
+
+    def __init__(self) -> None:
+        self.last: Any = None
+
+    def learn_one(self, x: dict[Any, Any], y: Any) -> None:  # noqa: ARG002
+        self.last = y
+
+    def predict_one(self, x: dict[Any, Any], **kwargs: Any) -> Any:  # noqa: ARG002
+        return self.last
+
+
+MODELS: dict[str, Callable[[], base.Classifier]] = {
+    "no change": NoChange,
+    "streaming classifier": lambda: StreamingRiverClassifier(forget="auto"),
+    "hoeffding adaptive tree": lambda: tree.HoeffdingAdaptiveTreeClassifier(seed=0),
+    "adaptive random forest": lambda: forest.ARFClassifier(seed=0),
+}
+
+
+def prequential(stream: Stream, model: base.Classifier) -> Row:
+    """Accuracy of predicting each row before learning it."""
+    right = rows = 0
+    start = time.process_time()
+    for x, y in stream:
+        rows += 1
+        right += model.predict_one(x) == y
+        model.learn_one(x, y)
+    spent = time.process_time() - start
+    row: Row = {
+        "rows": rows,
+        "accuracy": round(right / rows, 4),
+        "cpu_ms_a_row": round(1e3 * spent / rows, 3),
+    }
+    if isinstance(model, StreamingRiverClassifier):
+        row["state_bytes"] = model.estimator.nbytes_
+    return row
+
+
+def curve(name: str) -> Iterator[Row]:
+    """Error on the test rows of the first published split, after more and more rows of one shuffled pass."""
+    data = packed("tables_uci.npz")
+    x, y, test = data[f"{name}/x"], data[f"{name}/y"], data[f"{name}/test"][0]
+    train = np.random.default_rng(0).permutation(np.setdiff1d(np.arange(len(y)), test))
+    estimator, seen = StreamingRegressor(), 0
+    for stop in (*(n for n in SEEN if n < len(train)), len(train)):
+        for start in range(seen, stop, CHUNK):
+            rows = train[start : min(start + CHUNK, stop)]
+            estimator.partial_fit(x[rows], y[rows])
+        seen = stop
+        error = estimator.predict(x[test]) - y[test]
+        density = mixed_log_density(*estimator.learner_.answers(frame_of(x[test])), y[test][:, None])
+        low, high = estimator.predict_interval(x[test]).T
+        yield {
+            "seen": seen,
+            "rmse_in_deviations": round(float(np.sqrt(np.mean(error**2)) / y.std()), 4),
+            "nll_in_deviations": round(float(-density.mean() - np.log(y.std())), 4),
+            "held_by_90_percent_intervals": round(float(np.mean((y[test] >= low) & (y[test] <= high))), 4),
+            "state_bytes": estimator.nbytes_,
+        }
+
+
+def cost() -> Iterator[Row]:
+    """One row learned, a thousand answered after it, chunks learned, beside the forest; bytes of a state."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(60_000, 8))
+    y = np.sin(2 * x[:, 0]) + x[:, 1] * x[:, 2] + 0.1 * rng.normal(size=len(x))
+    estimator = StreamingRegressor().fit(x[:5000], y[:5000])
+    estimator.predict(x[:1000])
+
+    def cpu(work: Callable[[], Any], repeats: int) -> float:
+        start = time.process_time()
+        for _ in range(repeats):
+            work()
+        return (time.process_time() - start) / repeats
+
+    at = iter(range(5000, 10_000))
+    learn = lambda: estimator.partial_fit(x[(i := next(at)) : i + 1], y[i : i + 1])  # noqa: E731
+    yield {"what": "one row learned", "cpu_ms": round(1e3 * cpu(learn, 2000), 4), "bar_ms": 0.5}
+
+    def after_one(**options: Any) -> float:
+        took = []
+        for _ in range(20):
+            learn()
+            took.append(cpu(lambda: estimator.predict(x[:1000], **options), 1))
+        return round(1e3 * float(np.median(took)), 3)
+
+    yield {"what": "1,000 rows predicted after one more, means", "cpu_ms": after_one(), "bar_ms": 30}
+    yield {"what": "... with deviations", "cpu_ms": after_one(return_std=True), "bar_ms": 30}
+    chunks = [slice(i, i + CHUNK) for i in range(10_000, 55_000, CHUNK)]
+    spent = cpu(lambda: [estimator.partial_fit(x[c], y[c]) for c in chunks], 1)
+    rate = sum(len(y[c]) for c in chunks) / spent
+    rival, start = forest.ARFRegressor(seed=0), time.process_time()
+    for row, target in zip(x[:2000].tolist(), y[:2000].tolist(), strict=True):
+        rival.learn_one(dict(enumerate(row)), target)
+    forest_rate = 2000 / (time.process_time() - start)
+    yield {
+        "what": "rows learned a second of one core, in chunks", "rows_a_second": round(rate),
+        "adaptive_random_forest": round(forest_rate), "ratio": round(rate / forest_rate, 1),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        estimator.save(path)
+        yield {"what": "state", "bytes_in_memory": estimator.nbytes_, "bytes_saved": path.stat().st_size}
+
+
+def measured(part: str) -> Iterator[Row]:
+    """The rows of one part, as they come."""
+    if part == "cost":
+        yield from cost()
+    elif part in TABLES:
+        yield from curve(part)
+    else:
+        make = STREAMS.get(part, elec2)
+        for name, model in MODELS.items():
+            yield {"model": name, **prequential(make(), model())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = (*STREAMS, "elec2", *TABLES, "cost")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
+    chosen = parser.parse_args().parts or list(parts)
+    unknown = set(chosen) - set(parts)
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(parts)}")
+    torch.set_num_threads(1)
+    path = RESULTS / "streams.json"
+    for part in chosen:
+        rows = json.loads(path.read_text())["rows"] if path.exists() else []
+        rows = [row for row in rows if row["part"] != part]
+        for row in measured(part):
+            print(part, json.dumps(row), flush=True)
+            rows.append({"part": part, **row, **provenance(0, part)})
+            save("streams", rows)
+
+
+if __name__ == "__main__":
+    main()

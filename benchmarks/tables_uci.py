@@ -1,0 +1,170 @@
+"""Nine UCI tables, published splits: the closed-form learner beside forests, boosted trees and ridge.
+
+CONSTMEM_DATA=FOLDER python benchmarks/tables_uci.py --splits 5     # writes results/tables_uci.json
+
+`FOLDER/tables_uci.npz` holds `NAME/x`, `NAME/y` and `NAME/test`, the test rows of each split (those of
+Hernandez-Lobato and Adams, 2015; 20 each, protein 5). Every method sees the same rows in the same run;
+scikit-learn's are used with their defaults. Errors are in the table's own units. Rows are written as they
+come; `--summary` only prints the table of what was written.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sklearn
+import torch
+from record import RESULTS, provenance, save
+from scipy import stats
+from sklearn.ensemble import HistGradientBoostingRegressor, RandomForestRegressor
+from sklearn.linear_model import RidgeCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from constmem.core.moments import Moments
+from constmem.tabular.evidence import heavier, posterior
+from constmem.tabular.features import Features
+
+CHUNK = 4096
+# RMSE and NLL of MC-dropout with a grid search on these splits: Mukhoti, Stenetorp and Gal, 2018
+DROPOUT = {
+    "boston": (2.90, 2.40), "concrete": (4.82, 2.93), "energy": (0.54, 1.21), "kin8nm": (0.08, -1.14),
+    "naval": (0.00, -4.45), "power": (4.01, 2.80), "protein": (4.27, 2.87), "wine": (0.62, 0.93),
+    "yacht": (0.67, 1.25),
+}  # fmt: skip
+
+Data = tuple[Any, Any, Any, Any]
+Row = dict[str, Any]
+
+
+def closed_form(data: Data, seed: int) -> Row:
+    """The learner of `constmem.tabular`, reading the rows once, in chunks."""
+    x, y, x_test, y_test = data
+    centre, scale = y.mean(), y.std()
+    inputs, targets = torch.from_numpy(x), torch.from_numpy((y - centre) / scale)[:, None]
+    start = time.process_time()
+    features = Features.anchor(inputs, targets, seed=seed)
+    anchored = time.process_time()
+    moments = Moments.empty(features.width, 1)
+    for rows in torch.arange(len(x)).split(CHUNK):
+        moments = moments.merge(Moments.observe(features(inputs[rows]), targets[rows]))
+    observed = time.process_time()
+    found = posterior(moments, features.groups)
+    searched = time.process_time()
+    mean, variance = found.mean_variance(features(torch.from_numpy(x_test)))
+    variance, freedom = heavier(variance, found.freedom)
+    t = stats.t(freedom, centre + scale * mean[:, 0].numpy(), scale * variance[:, 0].sqrt().numpy())
+    cover = {f"cover{p}": float(np.mean(np.abs(t.cdf(y_test) - 0.5) < p / 200)) for p in (50, 90)}
+    return {
+        **_error(t.mean(), y_test),
+        "nll": -float(t.logpdf(y_test).mean()),
+        **cover,
+        "seconds": searched - start,
+        "seconds_anchor": anchored - start,
+        "seconds_observe": observed - anchored,
+        "seconds_search": searched - observed,
+        "features": features.width,
+        "bytes": moments.nbytes + features.nbytes,
+        "bytes_saved": sum(t.nbytes for t in (moments.tensors() | features.tensors()).values()),
+    }
+
+
+def of_sklearn(make: Callable[[int], Any], data: Data, seed: int) -> Row:
+    """A regressor of scikit-learn, which sees all rows at once."""
+    x, y, x_test, y_test = data
+    start = time.process_time()
+    made = make(seed).fit(x, y)
+    seconds = time.process_time() - start
+    return {**_error(made.predict(x_test), y_test), "seconds": seconds}
+
+
+def _error(predicted: Any, y: Any) -> Row:
+    return {"rmse": float(np.sqrt(np.mean((predicted - y) ** 2)))}
+
+
+METHODS: dict[str, Callable[[Data, int], Row]] = {
+    "closed form": closed_form,
+    "random forest": partial(of_sklearn, lambda seed: RandomForestRegressor(random_state=seed)),
+    "boosted trees": partial(of_sklearn, lambda seed: HistGradientBoostingRegressor(random_state=seed)),
+    "ridge": partial(
+        of_sklearn, lambda _: make_pipeline(StandardScaler(), RidgeCV(alphas=np.logspace(-3, 3, 13)))
+    ),
+}
+
+
+def split(tables: Any, name: str, number: int) -> Data:
+    """Training and test rows of one published split."""
+    x, y = tables[f"{name}/x"], tables[f"{name}/y"]
+    test = np.zeros(len(x), bool)
+    test[tables[f"{name}/test"][number]] = True
+    return x[~test], y[~test], x[test], y[test]
+
+
+def summary(rows: list[Row]) -> str:
+    """One line a table, and the geometric means."""
+    lines = [
+        f"{'':9}{'splits':>7}{'rmse':>10}{'forest':>10}{'boosted':>10}{'ridge':>10}{'ratio':>7}{'nll':>8}"
+        f"{'dropout':>8}{'50 %':>6}{'90 %':>6}{'cpu s':>7}"
+    ]
+    ratios = {}
+    for name in sorted({row["table"] for row in rows}):
+        mean: dict[tuple[str, str], float] = {}
+        for method in METHODS:
+            found = [row for row in rows if row["table"] == name and row["method"] == method]
+            for score in found[0].keys() & {"rmse", "nll", "cover50", "cover90", "seconds"}:
+                mean[method, score] = float(np.mean([row[score] for row in found]))
+        splits = len({row["split"] for row in rows if row["table"] == name})
+        errors = [mean[method, "rmse"] for method in METHODS]
+        ratios[name] = errors[0] / errors[1]
+        ours = {score: value for (method, score), value in mean.items() if method == "closed form"}
+        lines.append(
+            f"{name:9}{splits:7}" + "".join(f"{e:10.4g}" for e in errors) + f"{ratios[name]:7.3f}"
+            f"{ours['nll']:8.3f}{DROPOUT[name][1]:8.2f}{100 * ours['cover50']:6.1f}"
+            f"{100 * ours['cover90']:6.1f}{ours['seconds']:7.1f}"
+        )
+
+    def over(names: list[str]) -> float:
+        return float(np.exp(np.mean([np.log(ratios[name]) for name in names])))
+
+    rest = [name for name in ratios if name != "naval"]
+    lines.append(f"geometric mean of ratios: {over([*ratios]):.3f}; without naval {over(rest):.3f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Nine UCI tables on their published splits.")
+    parser.add_argument("--splits", type=int, default=20, help="how many of each table; all if not given")
+    parser.add_argument("--sets", nargs="+", default=sorted(DROPOUT), choices=sorted(DROPOUT))
+    parser.add_argument("--summary", action="store_true", help="print the table of what was written")
+    given = parser.parse_args()
+    path = RESULTS / "tables_uci.json"
+    if not given.summary:
+        measure(given.sets, given.splits)
+    print(summary(json.loads(path.read_text())["rows"]))
+
+
+def measure(sets: list[str], splits: int) -> None:
+    """Measure every method on every split, and write the rows after each."""
+    tables = np.load(Path(os.environ["CONSTMEM_DATA"]) / "tables_uci.npz", allow_pickle=False)
+    about = provenance(0, "nine UCI regression tables with their published splits (tables_uci.npz)")
+    about["versions"] |= {"scikit-learn": sklearn.__version__, "numpy": np.__version__}
+    rows: list[Row] = []
+    for number in range(splits):
+        for name in sets:
+            if number >= len(tables[f"{name}/test"]):
+                continue
+            data = split(tables, name, number)
+            for method, run in METHODS.items():
+                rows.append({"table": name, "split": number, "method": method, **run(data, number)})
+            print(*(f"{r['method']} {r['rmse']:.4g}" for r in rows[-len(METHODS) :]), f"({name} {number})")
+            save("tables_uci", rows, **about)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""`Moments`: sums of products of features and targets, all that Bayesian linear regression remembers."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from constmem.core.files import read_tensors, write_tensors
+
+VERSION = 1
+CHUNK = 4096  # rows multiplied at once
+BLOCK = 128  # features of one block of the Gram matrix: blocks below the diagonal are copied, not computed
+ROUNDING = 1e-12  # of the larger state's trace: what a difference of two sums may miss being positive by
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """What must be remembered of rows (phi, y) to regress y on phi; immutable, mergeable, float64.
+
+    Attributes:
+        gram: (*b, p, p) sum of weight * phi phi'.
+        cross: (*b, p, k) sum of weight * phi y'.
+        square: (*b, k) sum of weight * y².
+        count: (*b,) sum of the weights; the number of rows if none were given.
+
+    Example:
+        >>> phi, y = torch.randn(9, 3), torch.randn(9, 2)
+        >>> whole = Moments.observe(phi, y)
+        >>> merged = Moments.observe(phi[:4], y[:4]).merge(Moments.observe(phi[4:], y[4:]))
+        >>> torch.allclose(merged.gram, whole.gram)
+        True
+    """
+
+    KIND: ClassVar[str] = "constmem.moments"
+
+    gram: Float[Tensor, "*b p p"]
+    cross: Float[Tensor, "*b p k"]
+    square: Float[Tensor, "*b k"]
+    count: Float[Tensor, "*b"]
+
+    @staticmethod
+    def empty(
+        p: int, k: int, *, batch: tuple[int, ...] = (), device: torch.device | str | None = None
+    ) -> "Moments":
+        """The moments of no rows, of p features and k targets."""
+        shapes = (p, p), (p, k), (k,), ()
+        return Moments(*(torch.zeros((*batch, *s), dtype=torch.float64, device=device) for s in shapes))
+
+    @staticmethod
+    def observe(
+        phi: Float[Tensor, "*b n p"], y: Float[Tensor, "*b n k"], weight: Float[Tensor, "*b n"] | None = None
+    ) -> "Moments":
+        """The moments of exactly these rows, each counted `weight` times (once if not given)."""
+        if phi.shape[:-1] != y.shape[:-1]:
+            raise ValueError(
+                f"features of {_rows(phi)} rows and targets of {_rows(y)}: give one row of targets, "
+                "(n, k), for each row of features, (n, p)"
+            )
+        if weight is not None and weight.shape != phi.shape[:-1]:
+            raise ValueError(f"weights of shape {tuple(weight.shape)} for {_rows(phi)} rows: give one a row")
+        made = None
+        for start in range(0, max(phi.shape[-2], 1), CHUNK):
+            rows = slice(start, start + CHUNK)
+            part = None if weight is None else weight[..., rows].double()
+            chunk = _of_chunk(phi[..., rows, :].double(), y[..., rows, :].double(), part)
+            made = chunk if made is None else made.merge(chunk)
+        assert made is not None
+        return made
+
+    def merge(self, other: "Moments") -> "Moments":
+        """The moments of both sets of rows."""
+        self._fits(other)
+        return Moments(*(mine + its for mine, its in zip(self._all, other._all, strict=True)))
+
+    def remove(self, other: "Moments") -> "Moments":
+        """The moments without rows that were observed before; refuses what cannot have been among them."""
+        self._fits(other)
+        left = Moments(*(mine - its for mine, its in zip(self._all, other._all, strict=True)))
+        slack = ROUNDING * self.count.clamp(min=1.0)
+        if bool((left.count < -slack).any()):
+            raise ValueError(
+                f"{float(other.count.max()):g} rows cannot be removed from {float(self.count.min()):g}: "
+                "remove only rows that this state has observed, each once"
+            )
+        if not left._is_of_rows(self):
+            raise ValueError(
+                "what would be left are no sums of squares: some of these rows were never observed here, or "
+                "were observed with other features or weights (or decayed since); remove the very same rows"
+            )
+        return left
+
+    def decay(self, factor: float) -> "Moments":
+        """The same rows, each counted `factor` times as much; 0 < factor <= 1."""
+        if not 0.0 < factor <= 1.0:
+            raise ValueError(f"decay takes a factor above 0 and at most 1, not {factor}")
+        return self._each(lambda t: t * factor)
+
+    def to(self, device: torch.device | str) -> "Moments":
+        """The same state on another device."""
+        return self._each(lambda t: t.to(device))
+
+    def detach(self) -> "Moments":
+        """The same state cut off from the graph that computed it."""
+        return self._each(Tensor.detach)
+
+    @property
+    def width(self) -> int:
+        """Number of features, p."""
+        return self.cross.shape[-2]
+
+    @property
+    def targets(self) -> int:
+        """Number of targets, k."""
+        return self.cross.shape[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes remembered: the same whatever the number of rows seen."""
+        return sum(t.nbytes for t in self._all)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All it is made of, by name; of the symmetric Gram matrix one triangle."""
+        rows, columns = torch.tril_indices(self.width, self.width, device=self.gram.device)
+        packed = self.gram[..., rows, columns]
+        return {"gram": packed, "cross": self.cross, "square": self.square, "count": self.count}
+
+    @staticmethod
+    def of(tensors: dict[str, Tensor]) -> "Moments":
+        """The state made of what `tensors` gave; refuses what no rows can have made."""
+        missing = {"gram", "cross", "square", "count"} - tensors.keys()
+        if missing:
+            raise ValueError(f"lacks {sorted(missing)}")
+        packed, cross, square, count = (tensors[name] for name in ("gram", "cross", "square", "count"))
+        if cross.ndim < 2:
+            raise ValueError(f"holds cross moments of shape {tuple(cross.shape)}, not (p, k)")
+        *batch, p, k = cross.shape
+        shapes = [(*batch, p * (p + 1) // 2), (*batch, k), tuple(batch)]
+        if [tuple(t.shape) for t in (packed, square, count)] != shapes:
+            raise ValueError("holds moments whose shapes do not fit")
+        if any(t.dtype != torch.float64 or not bool(t.isfinite().all()) for t in tensors.values()):
+            raise ValueError("holds moments that are not finite numbers in float64")
+        gram = cross.new_zeros(*batch, p, p)
+        rows, columns = torch.tril_indices(p, p)
+        gram[..., rows, columns] = packed
+        gram[..., columns, rows] = packed
+        if bool((count < 0).any() | (square < 0).any() | (gram.diagonal(dim1=-2, dim2=-1) < 0).any()):
+            raise ValueError("holds a negative count or a negative sum of squares")
+        return Moments(gram, cross, square, count)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state, atomically, as a safetensors file with a versioned header."""
+        write_tensors(path, self.tensors(), {"format": self.KIND, "version": str(VERSION)})
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], device: torch.device | str | None = None) -> "Moments":
+        """Read a state that `save` wrote."""
+        tensors, _ = read_tensors(path, kind=Moments.KIND, version=VERSION)
+        try:
+            state = Moments.of(tensors)
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: it {error}; save the state again") from error
+        return state if device is None else state.to(device)
+
+    @property
+    def _all(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.gram, self.cross, self.square, self.count
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Moments":
+        return Moments(*(change(t) for t in self._all))
+
+    def _fits(self, other: "Moments") -> None:
+        if self.cross.shape != other.cross.shape:
+            raise ValueError(
+                f"moments of shape {tuple(self.cross.shape)} and {tuple(other.cross.shape)} (batch, p, k) "
+                "differ: observe both with the same features"
+            )
+
+    def _is_of_rows(self, before: "Moments") -> bool:
+        """Whether [phi y]'[phi y] is positive semidefinite, up to the rounding of the state it came from."""
+        trace = before.gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None]
+        slack = (ROUNDING * self.width * trace).clamp(min=torch.finfo(torch.float64).tiny)
+        factor, failed = torch.linalg.cholesky_ex(
+            self.gram + torch.diag_embed(slack.expand_as(self.cross[..., 0]))
+        )
+        if bool((failed > 0).any()):
+            return False
+        explained = torch.linalg.solve_triangular(factor, self.cross, upper=False).square().sum(-2)
+        return bool((self.square - explained >= -ROUNDING * self.width * before.square).all())
+
+
+def _of_chunk(phi: Tensor, y: Tensor, weight: Tensor | None) -> Moments:
+    """Sums over one chunk of rows, in float64: one of float32 is not positive definite."""
+    weighted = phi if weight is None else phi * weight[..., None]
+    p = phi.shape[-1]
+    gram = phi.new_empty(*phi.shape[:-2], p, p)
+    for start in range(0, p, BLOCK):
+        rows, beyond = slice(start, start + BLOCK), slice(start + BLOCK, p)
+        block = weighted[..., rows].mT @ phi[..., start:]
+        gram[..., rows, beyond] = block[..., BLOCK:]
+        gram[..., beyond, rows] = block[..., BLOCK:].mT
+        square = block[..., :BLOCK]
+        gram[..., rows, rows] = (square + square.mT) / 2  # symmetric to the last bit, as saving needs it
+    squares = y.square() if weight is None else y.square() * weight[..., None]
+    count = phi.new_full(phi.shape[:-2], phi.shape[-2]) if weight is None else weight.sum(-1)
+    return Moments(gram, weighted.mT @ y, squares.sum(-2), count)
+
+
+def _rows(t: Tensor) -> str:
+    return " x ".join(map(str, t.shape[:-1]))

@@ -1,0 +1,1 @@
+"""The learner for one table or one stream: closed form, constant in memory, calibrated."""

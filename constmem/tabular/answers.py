@@ -1,0 +1,97 @@
+"""What a learner answers: Student's t of each target, or probabilities of classes, mixed over horizons."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor
+
+from constmem.tabular import classes
+
+BISECTIONS = 60
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """Student's t for each of n rows and k targets.
+
+    Attributes:
+        mean: (n, k).
+        variance: (n, k) the square of its scale, noise included.
+        freedom: degrees of freedom.
+    """
+
+    mean: Float[Tensor, "n k"]
+    variance: Float[Tensor, "n k"]
+    freedom: float
+
+    def log_density(self, y: Float[Tensor, "n k"]) -> Float[Tensor, " n"]:
+        """Log density of the targets, summed over them."""
+        scale = self.variance.clamp(min=1e-300).sqrt()
+        t = torch.distributions.StudentT(self.freedom, self.mean, scale, validate_args=False)
+        density: Tensor = t.log_prob(y)
+        return density.sum(-1)
+
+    def log_probability(self, y: Float[Tensor, "n k"]) -> Float[Tensor, " n"]:
+        """Log probability of the classes that one-hot targets name."""
+        chances = classes.probabilities(self.mean, self.variance)
+        return (chances * y).sum(-1).clamp(min=1e-6).log()
+
+
+Weights = Float[np.ndarray, " h"]
+
+
+def mixed_mean(answers: Sequence[Answer], weights: Weights) -> NDArray[np.float64]:
+    """Mean of the mixture, (n, k)."""
+    means = np.stack([a.mean.numpy() for a in answers])
+    return np.asarray(np.einsum("h,hnk->nk", weights, means))
+
+
+def mixed_deviation(answers: Sequence[Answer], weights: Weights) -> NDArray[np.float64]:
+    """Standard deviation of the mixture, (n, k)."""
+    mean = mixed_mean(answers, weights)
+    total = np.zeros_like(mean)
+    for weight, a in zip(weights, answers, strict=True):
+        wider = a.freedom / max(a.freedom - 2.0, 1.0)  # at least three rows' worth: no variance before
+        total += weight * (a.variance.numpy() * wider + (a.mean.numpy() - mean) ** 2)
+    return np.sqrt(total)
+
+
+def mixed_log_density(
+    answers: Sequence[Answer], weights: Weights, y: Float[np.ndarray, "n k"]
+) -> NDArray[np.float64]:
+    """Log density of all targets of a row under the mixture, (n,)."""
+    densities = torch.stack([answer.log_density(torch.from_numpy(y)) for answer in answers])
+    shares = torch.from_numpy(weights).clamp(min=1e-300).log()
+    return np.asarray((densities + shares[:, None]).logsumexp(0).numpy())
+
+
+def mixed_quantiles(
+    answers: Sequence[Answer], weights: Weights, levels: Sequence[float]
+) -> NDArray[np.float64]:
+    """Quantiles of the mixture, (levels, n, k)."""
+    from scipy.special import stdtr, stdtrit  # type: ignore[import-untyped]
+
+    parts = [(a.mean.numpy(), a.variance.clamp(min=0).sqrt().numpy(), a.freedom) for a in answers]
+    made = []
+    for level in levels:
+        each = np.stack([mean + scale * stdtrit(freedom, level) for mean, scale, freedom in parts])
+        low, high = each.min(0), each.max(0)  # the mixture's lies between those of its parts
+        for _ in range(BISECTIONS if len(parts) > 1 else 0):
+            middle = (low + high) / 2
+            below = np.zeros_like(middle)
+            for weight, (mean, scale, freedom) in zip(weights, parts, strict=True):
+                below += weight * stdtr(freedom, (middle - mean) / np.maximum(scale, 1e-300))
+            low, high = np.where(below < level, middle, low), np.where(below < level, high, middle)
+        made.append((low + high) / 2)
+    return np.stack(made)
+
+
+def mixed_probabilities(answers: Sequence[Answer], weights: Weights) -> NDArray[np.float64]:
+    """Probabilities of classes, (n, k)."""
+    chances = np.stack([classes.probabilities(a.mean, a.variance).numpy() for a in answers])
+    mixture = np.einsum("h,hnk->nk", weights, chances)
+    return np.asarray(mixture / mixture.sum(1, keepdims=True))

@@ -1,0 +1,161 @@
+"""What the two estimators share: learning, merging, removing, saving."""
+# ruff: noqa: N803 - X is scikit-learn's name
+
+import inspect
+import os
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.base import BaseEstimator
+from sklearn.utils.validation import check_is_fitted
+
+from constmem.tabular import saving
+from constmem.tabular.answers import Answer, Weights
+from constmem.tabular.features import SIZE
+from constmem.tabular.forgetting import Forgetting
+from constmem.tabular.frames import Frame
+from constmem.tabular.inputs import frame_of
+from constmem.tabular.learner import Learner
+
+_NAMES = ("feature_names_in_", "target_names_")
+
+
+class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
+    """An estimator of one table or stream, whose memory does not grow with the rows.
+
+    Args:
+        forget: None (all rows count), a half-life in rows, "window:ROWS", or "auto" (several half-lives,
+            mixed by how well each predicted lately).
+        warmup: rows after which `partial_fit` freezes columns and features; `fit` freezes at once.
+        size: number of features; None for the default.
+        random_state: seed of the features.
+    """
+
+    _discrete: bool
+    learner_: Learner
+
+    def __init__(
+        self, *, forget: Any = None, warmup: int = 1024, size: int | None = None, random_state: Any = 0
+    ) -> None:
+        self.forget = forget
+        self.warmup = warmup
+        self.size = size
+        self.random_state = random_state
+
+    def _new_learner(self) -> Learner:
+        for name, value, least in (("warmup", self.warmup, 1), ("size", self.size or SIZE, 16)):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+                raise ValueError(f"{name}={value!r}: a whole number of at least {least} is needed")
+        seed = self.random_state
+        if seed is None or isinstance(seed, np.random.RandomState):
+            seed = int((seed or np.random.mtrand._rand).randint(2**31))
+        return Learner(
+            discrete=self._discrete, forgetting=Forgetting.of(self.forget), warmup=int(self.warmup),
+            size=int(self.size or SIZE), seed=int(seed),
+        )  # fmt: skip
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return hasattr(self, "learner_") and self.learner_.seen > 0
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True
+        tags.input_tags.categorical = True
+        return tags
+
+    def _take(self, learner: Learner, frame: Frame, y: NDArray[Any], *, freeze: bool) -> None:
+        """Learn rows, and only if that went well call the learner ours."""
+        if freeze:
+            learner.freeze(frame, y)
+        learner.learn(frame, y)
+        if not hasattr(self, "learner_") or self.learner_ is not learner:
+            self.n_features_in_ = len(frame.kinds)
+            if frame.names is not None:
+                self.feature_names_in_ = np.array(frame.names, dtype=object)
+            elif hasattr(self, "feature_names_in_"):
+                del self.feature_names_in_
+        self.learner_ = learner
+
+    def _answers(self, X: Any) -> tuple[list[Answer], Weights]:
+        check_is_fitted(self)
+        return self.learner_.answers(frame_of(X))
+
+    @property
+    def nbytes_(self) -> int:
+        """Bytes of all that must be remembered: the same after a thousand rows and after a billion."""
+        check_is_fitted(self, "learner_")
+        return int(self.learner_.nbytes)
+
+    def spawn(self) -> Any:
+        """An empty estimator that shares the frozen columns and features: for the shards of one table.
+
+        States of estimators spawned from the same one can be merged, wherever they were learned.
+        """
+        check_is_fitted(self, "learner_")
+        made = type(self)(**self.get_params(deep=False))
+        made.learner_ = self.learner_.spawn()
+        for name in ("n_features_in_", "feature_names_in_", *self._also):
+            if hasattr(self, name):
+                setattr(made, name, getattr(self, name))
+        return made
+
+    _also: tuple[str, ...] = ()
+
+    def merge(self, other: Any) -> Any:
+        """Take all that another estimator has learned, and return this one: as if it had seen both.
+
+        Both must share the frozen columns and features (`spawn`), unless one is still in its warm-up.
+        """
+        if type(other) is not type(self):
+            raise TypeError(
+                f"{type(self).__name__} cannot merge {type(other).__name__}: give one of its kind"
+            )
+        check_is_fitted(other, "learner_")
+        if other is self:
+            raise ValueError("an estimator cannot be merged with itself: its rows would count twice")
+        learner = self.learner_ if hasattr(self, "learner_") else self._new_learner()
+        self._merge(learner, other)
+        self.learner_ = learner
+        for name in ("n_features_in_", "feature_names_in_", *self._also):
+            if hasattr(other, name) and not hasattr(self, name):
+                setattr(self, name, getattr(other, name))
+        return self
+
+    def _merge(self, learner: Learner, other: Any) -> None:
+        learner.merge(other.learner_)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the estimator to one safetensors file, atomically."""
+        check_is_fitted(self, "learner_")
+        names = {name: list(getattr(self, name)) for name in _NAMES if hasattr(self, name)}
+        params = self.get_params(deep=False)
+        if not isinstance(params["random_state"], int | type(None)):
+            params["random_state"] = self.learner_.seed
+        if isinstance(params["forget"], np.number):
+            params["forget"] = params["forget"].item()
+        about = {
+            "class": type(self).__name__, "params": params, "forget": params["forget"],
+            "features": self.n_features_in_, "names": names, **self._about(),
+        }  # fmt: skip
+        saving.save(self.learner_, path, about)
+
+    def _about(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Any:
+        """Read an estimator that `save` wrote."""
+        learner, about = saving.load(path)
+        if about.get("class") != cls.__name__:
+            raise ValueError(f"{path} holds a {about.get('class')}, not a {cls.__name__}: load it as such")
+        known = inspect.signature(cls.__init__).parameters
+        made = cls(**{name: value for name, value in about["params"].items() if name in known})
+        made.learner_, made.n_features_in_ = learner, about["features"]
+        for name, found in about["names"].items():
+            setattr(made, name, np.array(found, dtype=object) if name == "feature_names_in_" else found)
+        made._restore(about)
+        return made
+
+    def _restore(self, about: dict[str, Any]) -> None:
+        pass

@@ -1,0 +1,106 @@
+"""`Echo`: the last few rows, where a half-life is so short that they are fewer than the features."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from constmem.tabular.answers import Answer
+from constmem.tabular.trace import Trace, padded
+
+LIVES = 8  # half-lives after which a row counts for nothing
+
+
+class Echo:
+    """Rows that lose weight fast, kept as they are; the same posterior as a `Trace`'s, written with kernels.
+
+    With rows R of features, weights W, and precisions P of the features: K = R P⁻¹ R', and the answer to a
+    row f is k' (K + W⁻¹)⁻¹ y with k = R P⁻¹ f. A few rows cannot tell the precisions: they are those of a
+    trace with a longer memory, whose noise counts as one row's.
+    """
+
+    def __init__(self, elder: Trace, targets: int, width: int, *, half_life: float) -> None:
+        self.elder, self.half_life = elder, half_life
+        self.x = torch.zeros(0, width, dtype=torch.float64)
+        self.y = torch.zeros(0, targets, dtype=torch.float64)
+        self._phi = torch.zeros(0, elder.features.width, dtype=torch.float64)
+        self._kernel: tuple[Tensor, Tensor] | None = None  # precisions, and K at them
+
+    limit = 1
+    searches = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes remembered."""
+        rows = int(LIVES * self.half_life)
+        return rows * 8 * (self.x.shape[1] + self.y.shape[1])
+
+    def fold(self, x: Float[Tensor, "n d"], phi: Float[Tensor, "n p"], y: Float[Tensor, "n k"]) -> None:
+        """Take rows, and drop those that are too old."""
+        keep = int(LIVES * self.half_life)
+        self.x, self.y, self._phi = (
+            torch.cat([old, new])[-keep:] for old, new in ((self.x, x), (self.y, y), (self._phi, phi))
+        )
+        if self._kernel is not None:
+            precisions, kernel = self._kernel
+            new = (self._phi[-len(x) :] / precisions) @ self._phi.mT  # (new, rows)
+            had = len(self._phi) - len(new)
+            kernel = kernel[len(kernel) - had :, len(kernel) - had :]
+            whole = torch.cat([torch.cat([kernel, new[:, :had].mT], 1), new])
+            self._kernel = precisions, whole
+
+    def answer(
+        self, phi: Float[Tensor, "n p"], recent: Float[Tensor, "r p"], y: Float[Tensor, "r k"]
+    ) -> Answer:
+        """The answer to rows; none wait."""
+        assert not len(recent)
+        assert not len(y)
+        base = self.elder.base()
+        precisions = self._precisions()
+        if self._kernel is None or not torch.equal(self._kernel[0], precisions):
+            self._kernel = precisions, (self._phi / precisions) @ self._phi.mT
+        age = torch.arange(len(self.y) - 1, -1, -1, dtype=torch.float64)
+        weight = 0.5 ** (age / self.half_life)
+        factor = torch.linalg.cholesky(self._kernel[1] + (1 / weight).diag())
+        scaled = phi / precisions
+        across = torch.linalg.solve_triangular(factor, self._phi @ scaled.mT, upper=False)
+        white = torch.linalg.solve_triangular(factor, self.y, upper=False)
+        leverage = (scaled * phi).sum(1) - across.square().sum(0)
+        freedom = 1.0 + float(weight.sum())
+        noise = (base.noise + white.square().sum(0)) / freedom
+        return Answer(across.mT @ white, noise * (1 + leverage.clamp(min=0.0)[:, None]), freedom)
+
+    def mean(
+        self, phi: Float[Tensor, "n p"], recent: Float[Tensor, "r p"], y: Float[Tensor, "r k"]
+    ) -> Float[Tensor, "n k"]:
+        """The means of the answer alone."""
+        return self.answer(phi, recent, y).mean
+
+    def _precisions(self) -> Tensor:
+        made = torch.empty(self._phi.shape[1], dtype=torch.float64)
+        for name, group in self.elder.features.groups.items():
+            made[group] = self.elder.base().precisions[name]
+        return made
+
+    def widen(self, targets: int) -> None:
+        """Take more targets; of the rows so far they were zero."""
+        self.y = padded(self.y, targets)
+
+    def merge(self, other: "Echo") -> None:
+        """Take the last rows of another stream, too: they are taken as the newer ones."""
+        self._kernel = None
+        self.fold(other.x, other._phi, other.y)
+
+    def take(self, other: "Echo", places: list[int]) -> None:
+        """Take over another one's rows, its targets moved to these places among ours."""
+        self.x, self._phi, self._kernel = other.x, other._phi, None
+        self.y = torch.zeros(len(other.y), self.y.shape[1], dtype=torch.float64)
+        self.y[:, places] = other.y
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that is remembered, by name."""
+        return {"x": self.x, "y": self.y}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Take what `tensors` gave in place of what is remembered."""
+        self.x, self.y, self._kernel = tensors["x"], tensors["y"], None
+        self._phi = self.elder.features(self.x)

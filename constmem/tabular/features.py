@@ -1,0 +1,153 @@
+"""`Features`: fixed nonlinear features of numeric columns, frozen after a warm-up."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from constmem.tabular.kernel import Kernel
+from constmem.tabular.trees import grow, leaves
+
+SIZE = 770
+WARM = 2048  # rows that inducing points and lengths are chosen among
+FEW = 64  # inducing points, however many columns there are
+FEWEST = 8  # rows that lengths can be learned from
+CLIP = 4.0  # deviations: what lies further out is no further from anything
+KNOTS = 64  # quantiles kept of each column
+TREES, DEPTH = 8, 4
+GROWN = 1024, 4  # rows that trees see, at most, and one of how many: trees that saw all targets overfit
+PRODUCTS, FAR = 16, 8.0  # columns that are multiplied with one another, clipped at so many deviations
+RANK = 3.0**0.5  # ranks are spread evenly over -RANK to RANK: one deviation wide, as the columns are
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """Features of rows in groups, frozen after a warm-up: the same rows always give the same features.
+
+    The constant; the columns; their ranks in the warm-up; products of the columns that matter most; a
+    kernel's inducing points, whitened, so that inner products of features are the kernel's; leaves of trees.
+
+    Attributes:
+        centre, scale: mean and deviation of each column.
+        knots: quantiles of each column, in deviations.
+        rates, share: of the kernel.
+        points: the inducing points, in deviations.
+        columns, thresholds: that trees test, level by level.
+
+    Example:
+        >>> x = torch.randn(50, 3, dtype=torch.float64)
+        >>> features = Features.anchor(x, seed=0)
+        >>> torch.allclose(features(x[:7]), features(x)[:7], atol=1e-6)
+        True
+    """
+
+    centre: Float[Tensor, " d"]
+    scale: Float[Tensor, " d"]
+    knots: Float[Tensor, "d q"]
+    rates: Float[Tensor, "2 e"]
+    share: Float[Tensor, ""]
+    points: Float[Tensor, "m d"]
+    columns: Int[Tensor, "t l"]
+    thresholds: Float[Tensor, "t l"]
+
+    def __post_init__(self) -> None:
+        where = self._coordinates(self.points)
+        whitener = Kernel(self.rates, self.share).whitener(where)
+        object.__setattr__(self, "_induced", (where, whitener))  # made of the rest: not remembered
+
+    @staticmethod
+    def anchor(
+        x: Float[Tensor, "n d"], y: Float[Tensor, "n k"] | None = None, *, seed: int = 0, size: int = SIZE
+    ) -> "Features":
+        """Features of at most about `size` numbers a row, made by warm-up rows.
+
+        Args:
+            x: rows without missing or infinite values, at least one; of many, some are drawn.
+            y: their targets; without them lengths are the usual ones, and no trees are grown.
+        """
+        if not len(x) or not x.shape[1]:
+            raise ValueError(f"features need a row and a column at least, not {tuple(x.shape)}")
+        random = torch.Generator().manual_seed(seed)
+        rows = torch.randperm(len(x), generator=random)[:WARM]
+        x = x[rows].double()
+        d = x.shape[1]
+        centre, scale = x.mean(0), x.std(0, correction=0)
+        scale = torch.where(scale > 1e-9 * centre.abs() + 1e-300, scale, 1.0)
+        z = (x - centre) / scale
+        knots = torch.quantile(z, torch.linspace(0, 1, KNOTS, dtype=torch.float64), 0).mT.contiguous()
+        u = _coordinates(z, knots)
+        kernel, tests = Kernel.usual(d), (torch.zeros(0, DEPTH).long(), torch.zeros(0, DEPTH).double())
+        if y is not None and len(x) >= FEWEST:
+            y = y[rows].double()
+            y = (y - y.mean(0)) / y.var(0, correction=0).mean().sqrt().clamp(min=1e-12)
+            kernel = Kernel.learned(u, y, random)
+            some = min(GROWN[0], len(x) // GROWN[1])
+            if some >= 2**DEPTH:
+                tests = grow(z[:some], y[:some], count=TREES, depth=DEPTH)
+        used = 1 + 2 * d + _pairs(d).shape[1] + len(tests[0]) * 2**DEPTH
+        room = max(size - used, FEW)
+        points = z[kernel.inducing(u, room)]
+        return Features(centre, scale, knots, kernel.rates, kernel.share, points, *tests)
+
+    def __call__(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n p"]:
+        """Features of rows, in float64."""
+        z = (x.double() - self.centre) / self.scale
+        u = self._coordinates(z)
+        where, whitener = self._induced  # type: ignore[attr-defined]
+        kernel = Kernel(self.rates, self.share)(u, where) @ whitener
+        d = z.shape[1]
+        chosen = self.rates[0, :d].argsort(descending=True, stable=True)[:PRODUCTS]
+        left, right = z[:, chosen].clamp(-FAR, FAR)[:, _pairs(d)].unbind(1)
+        parts = [torch.ones_like(z[:, :1]), z, u[:, d:], left * right, kernel]
+        return torch.cat([*parts, leaves(z, self.columns, self.thresholds)], 1)
+
+    @property
+    def groups(self) -> dict[str, slice]:
+        """Which features belong together, by name."""
+        d, trees = len(self.centre), len(self.columns) * 2**DEPTH
+        products, points = _pairs(d).shape[1], len(self.points)
+        sizes = {"constant": 1, "columns": d, "ranks": d, "products": products, "kernel": points}
+        made, start = {}, 0
+        for name, size in {**sizes, "trees": trees}.items():
+            if size:
+                made[name] = slice(start, start + size)
+            start += size
+        return made
+
+    @property
+    def width(self) -> int:
+        """Number of features."""
+        stop: int = max(group.stop for group in self.groups.values())
+        return stop
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that must be remembered."""
+        return sum(t.nbytes for t in self.tensors().values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All it is made of, by name."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    @staticmethod
+    def of(tensors: dict[str, Tensor]) -> "Features":
+        """The features made of what `tensors` gave."""
+        return Features(**tensors)
+
+    def _coordinates(self, z: Tensor) -> Tensor:
+        return _coordinates(z, self.knots)
+
+
+def _pairs(columns: int) -> Tensor:
+    """Which of the columns that matter most are multiplied, (2, pairs)."""
+    count = min(columns, PRODUCTS)
+    return torch.triu_indices(count, count)
+
+
+def _coordinates(z: Tensor, knots: Tensor) -> Tensor:
+    """Where rows lie for the kernel: columns, clipped, and their ranks in the warm-up, (n, 2 d)."""
+    across = z.mT.contiguous()
+    below = torch.searchsorted(knots, across) + torch.searchsorted(knots, across, right=True)
+    ranks = (below.mT.double() / knots.shape[1] - 1.0) * RANK
+    return torch.cat([z.clamp(-CLIP, CLIP), ranks], 1)

@@ -1,0 +1,238 @@
+"""`Memory`: the moments of a stream at one horizon or several, mixed by how well each predicted lately."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import inf, isfinite
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor
+
+from constmem.core.moments import Moments
+from constmem.tabular.answers import Answer
+from constmem.tabular.echo import Echo
+from constmem.tabular.features import Features
+from constmem.tabular.trace import RECENT, Trace
+
+HORIZONS = (100.0, 1000.0, 10_000.0, inf)  # half-lives that "auto" mixes
+ECHOES = (10.0, 30.0)  # and those so short that their rows are kept
+LATELY = 100.0  # half-life of the scores it mixes them by, in rows
+PIECE = 4096  # rows folded at once
+JUDGED = 256  # rows predicted, then folded, where horizons compete
+WORST = 8.0  # nats a row: one surprise does not decide
+
+Likelihood = Callable[[Answer, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Forgetting:
+    """How old rows lose their weight: half-lives of the copies that are kept, or a window of rows."""
+
+    half_lives: tuple[float, ...] = (inf,)
+    echoes: tuple[float, ...] = ()
+    window: int | None = None
+
+    @staticmethod
+    def of(forget: Any) -> "Forgetting":
+        """What `forget=` means: None, a half-life in rows, "window:ROWS" or "auto"."""
+        if forget is None:
+            return Forgetting()
+        if forget == "auto":
+            return Forgetting(HORIZONS, ECHOES)
+        if isinstance(forget, str) and forget.startswith("window:"):
+            rows = forget.removeprefix("window:")
+            if rows.isdecimal() and int(rows) >= 1:
+                return Forgetting(window=int(rows))
+        number = isinstance(forget, int | float | np.number) and not isinstance(forget, bool)
+        if number and isfinite(forget) and forget > 0:
+            return Forgetting((float(forget),))
+        raise ValueError(
+            f"forget={forget!r} is none of: None (nothing is forgotten), a number above 0 (rows after which "
+            'a row counts half), "window:1000" (only the last 1000 rows count), "auto" (several half-lives, '
+            "mixed by how well each predicted lately)"
+        )
+
+
+class Memory:
+    """All that is remembered of rows, but for how they were encoded.
+
+    Args:
+        features: of encoded rows.
+        width: of an encoded row.
+        targets: numbers to predict.
+        likelihood: the log-likelihood of targets under an answer; horizons are mixed by it.
+    """
+
+    def __init__(
+        self, features: Features, width: int, targets: int, forgetting: Forgetting, likelihood: Likelihood
+    ) -> None:
+        self.features, self.forgetting, self._likelihood = features, forgetting, likelihood
+        empty = Moments.empty(features.width, targets)
+        traces = [
+            Trace(empty, features, half_life=half_life, window=forgetting.window)
+            for half_life in forgetting.half_lives
+        ]
+        echoes = [Echo(traces[0], targets, width, half_life=half_life) for half_life in forgetting.echoes]
+        self.traces: list[Trace | Echo] = [*traces, *echoes]
+        self.scores = np.zeros(len(self.traces))
+        self.seen = 0
+        self._x, self._y = (torch.zeros(RECENT, n, dtype=torch.float64) for n in (width, targets))
+        self._phi = torch.zeros(0, features.width, dtype=torch.float64)
+        self._waiting = 0
+        self._last: tuple[Tensor, list[Answer]] | None = None  # asked: often what is learned next
+        self._folded = [0] * len(self.traces)  # of the rows that wait, how many a trace has folded already
+
+    @property
+    def targets(self) -> int:
+        """Numbers predicted for each row."""
+        return self._y.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes remembered."""
+        return sum(trace.nbytes for trace in self.traces) + self._x.nbytes + self._y.nbytes
+
+    @property
+    def weights(self) -> NDArray[np.float64]:
+        """Shares of the horizons in answers."""
+        shares = np.exp(self.scores - self.scores.max())
+        return np.asarray(shares / shares.sum())
+
+    def learn(self, x: Float[Tensor, "n d"], y: Float[Tensor, "n k"]) -> None:
+        """Take rows, the oldest first; how calls cut them changes no moments, but for rounding."""
+        for rows, targets in zip(
+            *(_cut(t, PIECE if len(self.traces) == 1 else JUDGED) for t in (x, y)), strict=True
+        ):
+            if len(self.traces) > 1 and self.seen:
+                self._judge(rows, targets)
+            self._last = None
+            if len(rows) > RECENT // 2 or self._waiting + len(rows) > RECENT:
+                self.fold()  # older rows first
+            if len(rows) > RECENT // 2:
+                phi = self.features(rows)
+                for trace in self.traces:
+                    trace.fold(rows, phi, targets)
+            else:
+                self._wait(rows, targets)
+            self.seen += len(rows)
+
+    def _wait(self, x: Tensor, y: Tensor) -> None:
+        now = self._waiting + len(x)
+        self._x[self._waiting : now], self._y[self._waiting : now] = x, y
+        self._waiting = now
+        for i, trace in enumerate(self.traces):
+            if now - self._folded[i] >= trace.limit:
+                self._fold_one(i)
+        if min(self._folded) == now:
+            self._clear()
+
+    def fold(self) -> None:
+        """Take all rows that wait into the moments."""
+        if self._waiting:
+            for i in range(len(self.traces)):
+                self._fold_one(i)
+            self._clear()
+
+    def _fold_one(self, i: int) -> None:
+        rows = slice(self._folded[i], self._waiting)
+        if rows.start < rows.stop:
+            self.traces[i].fold(self._x[rows], self._features_of_waiting()[rows], self._y[rows])
+        self._folded[i] = self._waiting
+
+    def _clear(self) -> None:
+        self._waiting, self._phi, self._folded = 0, self._phi[:0], [0] * len(self.traces)
+
+    def _features_of_waiting(self) -> Tensor:
+        if len(self._phi) < self._waiting:
+            new = self.features(self._x[len(self._phi) : self._waiting])
+            self._phi = torch.cat([self._phi, new])
+        return self._phi
+
+    def answers(self, x: Float[Tensor, "n d"]) -> list[Answer]:
+        """One answer for each horizon."""
+        if self._last is not None and torch.equal(self._last[0], x):
+            return self._last[1]
+        found = [trace.answer(*given) for trace, *given in self._asked(x)]
+        self._last = (x, found) if len(x) <= RECENT else None
+        return found
+
+    def means(self, x: Float[Tensor, "n d"]) -> list[Tensor]:
+        """The means of each horizon's answer alone."""
+        return [trace.mean(*given) for trace, *given in self._asked(x)]
+
+    def _asked(self, x: Tensor) -> Iterator[tuple[Trace | Echo, Tensor, Tensor, Tensor]]:
+        """Each trace with the features of the rows asked, and the rows that it has still to fold."""
+        for i, trace in enumerate(self.traces):
+            if trace.searches:  # of all rows, so that it does not matter which of them wait
+                self._fold_one(i)
+        phi, recent, y = self.features(x), self._features_of_waiting(), self._y[: self._waiting]
+        for trace, done in zip(self.traces, self._folded, strict=True):
+            yield trace, phi, recent[done:], y[done:]
+
+    def _judge(self, x: Tensor, y: Tensor) -> None:
+        """Score every horizon by what it would have said of rows that are about to be learned."""
+        said = np.stack([self._likelihood(answer, y).numpy() for answer in self.answers(x)])
+        said = np.maximum(said - said.max(0), -WORST)
+        age = np.arange(len(x) - 1, -1, -1)
+        self.scores = self.scores * 0.5 ** (len(x) / LATELY) + said @ 0.5 ** (age / LATELY)
+
+    def widen(self, targets: int) -> None:
+        """Take more targets, which were zero in all rows so far."""
+        self._y, self._last = torch.nn.functional.pad(self._y, (0, targets - self.targets)), None
+        for trace in self.traces:
+            trace.widen(targets)
+
+    def take(self, other: "Memory", places: list[int]) -> None:
+        """Take over what another one remembers, its targets moved to these places among ours."""
+        other.fold()
+        for mine, its in zip(self.traces, other.traces, strict=True):
+            mine.take(its, places)  # type: ignore[arg-type]  # traces of traces, echoes of echoes
+        self.scores, self.seen = other.scores.copy(), other.seen
+
+    def merge(self, other: "Memory") -> None:
+        """Take what another memory of the same features has seen."""
+        if self.forgetting.window is not None:
+            raise ValueError(
+                "windows of two streams cannot be merged: nobody knows which rows came first; use a half-life"
+            )
+        self.fold()
+        other.fold()
+        total = max(self.seen + other.seen, 1)
+        self.scores = (self.scores * self.seen + other.scores * other.seen) / total
+        self.seen, self._last = self.seen + other.seen, None
+        for mine, its in zip(self.traces, other.traces, strict=True):
+            mine.merge(its)  # type: ignore[arg-type]
+
+    def remove(self, x: Float[Tensor, "n d"], y: Float[Tensor, "n k"]) -> None:
+        """Undo having learned these rows."""
+        if self.forgetting != Forgetting():
+            raise ValueError("rows that lose weight with time cannot be removed exactly: use forget=None")
+        self.fold()
+        (trace,) = self.traces
+        assert isinstance(trace, Trace)
+        trace.moments = trace.moments.remove(Moments.observe(self.features(x), y))
+        trace.forget_answers()
+        self.seen, self._last = self.seen - len(x), None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that is remembered, by name."""
+        self.fold()
+        made = {"scores": torch.from_numpy(self.scores.copy()), "seen": torch.tensor(self.seen)}
+        for i, trace in enumerate(self.traces):
+            made |= {f"{i}.{name}": tensor for name, tensor in trace.tensors().items()}
+        return made
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Take what `tensors` gave in place of all that is remembered."""
+        for i, trace in enumerate(self.traces):
+            start = f"{i}."
+            trace.restore({n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)})
+        self.scores, self.seen, self._last = tensors["scores"].numpy().copy(), int(tensors["seen"]), None
+        self._y = torch.zeros(RECENT, tensors["0.cross"].shape[-1], dtype=torch.float64)
+
+
+def _cut(t: Tensor, size: int) -> Iterator[Tensor]:
+    return iter(t.split(size))

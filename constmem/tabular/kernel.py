@@ -1,0 +1,126 @@
+"""`Kernel`: a smooth and a rough kernel with a length for every coordinate, learned from warm-up rows."""
+
+from dataclasses import dataclass
+from math import log
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+ROWS = 512  # drawn for each step: a step takes the cube of it
+STEPS = 40
+RATE = 0.15
+HASTE = 4.0  # how much faster variances move at the end, when the lengths are nearly right
+JITTER = 1e-9
+DISTINCT = 1e-6  # variance that a further inducing point must add: more than rounded distances hide
+CONSTANT = 10.0  # variance of the constant
+PARTS = log(0.75), log(0.25), log(0.35), log(0.1)  # variances: smooth, rough, linear, noise
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """k(u, v) = share * exp(-|s (u - v)|² / 2) + (1 - share) * exp(-|r (u - v)|), so that k(u, u) = 1.
+
+    Attributes:
+        rates: (2, e) inverse lengths: s of the smooth part and r of the rough part.
+        share: of the smooth part.
+    """
+
+    rates: Float[Tensor, "2 e"]
+    share: Float[Tensor, ""]
+
+    def __call__(self, u: Float[Tensor, "n e"], v: Float[Tensor, "m e"]) -> Float[Tensor, "n m"]:
+        """Covariances of rows, in units of the variance."""
+        smooth, rough = (_distance(u * rate, v * rate) for rate in self.rates)
+        made = smooth.mul_(-0.5).exp_().mul_(self.share)
+        return made.addcmul_(1 - self.share, rough.sqrt_().neg_().exp_())
+
+    @staticmethod
+    def usual(columns: int) -> "Kernel":
+        """Lengths before anything is known: smooth in the columns, rough in their ranks."""
+        rate = 0.5 / columns**0.5
+        rates = rate * torch.tensor([[1.0, 0.05], [0.4, 2.0]], dtype=torch.float64)
+        return Kernel(rates.repeat_interleave(columns, 1), torch.tensor(0.75, dtype=torch.float64))
+
+    @staticmethod
+    def learned(u: Float[Tensor, "n e"], y: Float[Tensor, "n k"], generator: torch.Generator) -> "Kernel":
+        """Lengths that maximise the marginal likelihood of a Gaussian process on these rows.
+
+        The process is a constant, a linear part, the kernel and noise; each of a few steps of Adam sees at
+        most `ROWS` rows, drawn anew. The first half of u are columns, the second their ranks; the targets
+        are in units of their spread.
+        """
+        columns = u.shape[1] // 2
+        rates = Kernel.usual(columns).rates.log().flatten()
+        at = torch.cat([rates, torch.tensor(PARTS, dtype=torch.float64)])
+        mean, square = torch.zeros_like(at), torch.zeros_like(at)
+        for step in range(1, STEPS + 1):
+            rows = torch.randperm(len(u), generator=generator)[:ROWS]
+            slope = _slope(at, u[rows], y[rows], columns)
+            if slope is None:
+                break
+            mean = 0.9 * mean + 0.1 * slope
+            square = 0.99 * square + 0.01 * slope.square()
+            move = RATE * (mean / (1 - 0.9**step)) / ((square / (1 - 0.99**step)).sqrt() + 1e-8)
+            if step > 0.6 * STEPS:
+                move[-len(PARTS) :] *= HASTE
+            if step > 0.7 * STEPS:
+                move *= 0.4
+            at = at - move
+        smooth, rough = at[-4:-2].exp()
+        return Kernel(at[: -len(PARTS)].exp().view(2, -1), smooth / (smooth + rough))
+
+    def inducing(self, u: Float[Tensor, "n e"], size: int) -> Int[Tensor, " m"]:
+        """Which rows to take as inducing points: one by one, those that the others explain least."""
+        left = torch.ones(len(u), dtype=torch.float64)
+        factor = u.new_zeros(len(u), min(size, len(u)))
+        chosen = []
+        for j in range(factor.shape[1]):
+            row = int(left.argmax())
+            if left[row] < DISTINCT:  # the others are copies, or nearly
+                break
+            column = self(u, u[row : row + 1])[:, 0] - factor[:, :j] @ factor[row, :j]
+            factor[:, j] = column / left[row].sqrt()
+            left = (left - factor[:, j].square()).clamp(min=0.0)
+            chosen.append(row)
+        return torch.tensor(chosen)
+
+    def whitener(self, u: Float[Tensor, "m e"]) -> Float[Tensor, "m m"]:
+        """W such that the rows of k(v, u) W have the inner products k(v, v') that u can explain."""
+        eye = torch.eye(len(u), dtype=torch.float64)
+        factor = torch.linalg.cholesky(self(u, u) + JITTER * eye)
+        inverse: Tensor = torch.linalg.solve_triangular(factor, eye, upper=False)
+        return inverse.mT.contiguous()
+
+
+def _distance(u: Tensor, v: Tensor) -> Tensor:
+    """Squared distances of rows."""
+    far = u.square().sum(1)[:, None] + v.square().sum(1)
+    return far.addmm_(u, v.mT, alpha=-2.0).clamp_(min=0.0)
+
+
+def _slope(at: Tensor, u: Tensor, y: Tensor, columns: int) -> Tensor | None:
+    """Gradient of the negative log marginal likelihood in the logarithms of rates and variances.
+
+    None where rounding leaves the covariance indefinite: there is no noise left to find.
+    """
+    rates, parts = at[: -len(PARTS)].exp().view(2, -1), at[-len(PARTS) :].exp()
+    smooth, rough, slant, noise = parts
+    v, w = (u * rate for rate in rates)
+    far, near = _distance(v, v), _distance(w, w).sqrt()
+    kernels = smooth * (-far / 2).exp(), rough * (-near).exp()
+    linear = slant / columns * (u[:, :columns] @ u[:, :columns].mT)
+    covariance = kernels[0] + kernels[1] + linear + CONSTANT
+    covariance.diagonal().add_(noise + JITTER)
+    factor, failed = torch.linalg.cholesky_ex(covariance)
+    if failed:
+        return None
+    answer = torch.cholesky_solve(y, factor)
+    pull = (y.shape[1] * torch.cholesky_inverse(factor) - answer @ answer.mT) / 2
+    bends = -kernels[0] / 2, torch.where(near > 0, -kernels[1] / (2 * near).clamp(min=1e-12), 0.0)
+    slopes = []
+    for scaled, bend in zip((v, w), bends, strict=True):
+        pulled = pull * bend
+        slopes.append(4 * (pulled.sum(1) @ scaled.square() - (scaled * (pulled @ scaled)).sum(0)))
+    shares = [(pull * part).sum() for part in (*kernels, linear)]
+    return torch.cat([*slopes, torch.stack([*shares, noise * pull.diagonal().sum()])])

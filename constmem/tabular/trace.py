@@ -1,0 +1,242 @@
+"""`Trace`: moments that forget at one rate, and answers that hold for rows not yet folded into them, too."""
+
+from collections import deque
+from math import inf, isinf
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from constmem.core.moments import Moments
+from constmem.tabular.answers import Answer
+from constmem.tabular.evidence import Posterior, at, posterior
+from constmem.tabular.features import Features
+
+RECENT = 128  # rows that may wait; answers correct for them exactly, by a matrix of that size
+GROWTH = 0.5  # precisions are searched again when so many more rows have come
+FEW = 128  # ... but not for fewer than these
+LEAST = 1e-6  # of the noise: a variance is never less, whatever rounding says
+
+
+class Trace:
+    """One copy of the moments, and what it answers.
+
+    Rows wait outside, and are folded in together. Until then answers correct the posterior for them: with
+    covariance S of the weights, and rows R, S - S R' (I + R S R')⁻¹ R S. This is exact, but that between two
+    folds a half-life or a window does not yet forget.
+
+    Args:
+        half_life: rows after which a row counts half.
+        window: rows that count at all; those are kept, to be removed exactly.
+    """
+
+    def __init__(
+        self, moments: Moments, features: Features, *, half_life: float = inf, window: int | None = None
+    ) -> None:
+        self.moments, self.features = moments, features
+        self.half_life, self.window = half_life, window
+        self.held: deque[tuple[Tensor, Tensor]] = deque()
+        self._removed = 0
+        self._posterior: Posterior | None = None
+        self._precisions: dict[str, float] | None = None
+        self._searched, self._since = 0.0, 0
+        self._noise: tuple[Tensor, float] | None = None  # variance and freedom, where no search is due
+        self._correction = _Correction()
+
+    @property
+    def limit(self) -> int:
+        """How many rows may wait."""
+        memory = self.half_life / 4 if self.window is None else self.window / 8
+        return int(max(1, min(RECENT, memory)))
+
+    @property
+    def searches(self) -> bool:
+        """Whether the next answer begins with a search of precisions."""
+        return self._posterior is None and (self._noise is None or self._precisions is None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes remembered: moments, and the rows of a window."""
+        return self.moments.nbytes + sum(x.nbytes + y.nbytes for x, y in self.held)
+
+    def fold(self, x: Float[Tensor, "n d"], phi: Float[Tensor, "n p"], y: Float[Tensor, "n k"]) -> None:
+        """Take rows into the moments, the oldest first."""
+        n, weight = len(y), None
+        state = self.moments
+        self._since += n
+        noise = None
+        if self._posterior is not None and n <= RECENT and self._since < max(FEW, GROWTH * self._searched):
+            self._correction.extend(self._posterior, phi, y, self.half_life)
+            noise = self._correction.noise(self._posterior, self.half_life)
+        if not isinf(self.half_life):
+            factor = 0.5 ** (1 / self.half_life)
+            weight = factor ** torch.arange(n - 1, -1, -1, dtype=torch.float64)
+            state = state.decay(max(factor**n, 1e-300))
+        self.moments = state.merge(Moments.observe(phi, y, weight))
+        if self.window is not None:
+            self.held.append((x.clone(), y.clone()))
+            self._slide(self.window)
+        self.forget_answers()
+        self._noise = noise
+
+    def _slide(self, window: int) -> None:
+        """Remove the rows that have left the window; now and then sum what is left anew, without rounding."""
+        excess = sum(len(y) for _, y in self.held) - window
+        gone = []
+        while excess > 0:
+            x, y = self.held.popleft()
+            gone.append((x[:excess], y[:excess]))
+            if len(y) > excess:
+                self.held.appendleft((x[excess:], y[excess:]))
+            excess -= len(y)
+        self._removed += sum(len(y) for _, y in gone)
+        if self._removed > max(window, RECENT):
+            self._removed = 0
+            self.moments = Moments.empty(self.moments.width, self.moments.targets)
+            for x, y in self.held:
+                self.moments = self.moments.merge(Moments.observe(self.features(x), y))
+        elif gone:
+            x, y = (torch.cat(parts) for parts in zip(*gone, strict=True))
+            self.moments = self.moments.remove(Moments.observe(self.features(x), y))
+
+    def widen(self, targets: int) -> None:
+        """Take more targets; of the rows so far they were zero."""
+        old = self.moments
+        more = padded(old.cross, targets), padded(old.square, targets)
+        self.moments = Moments(old.gram, *more, old.count)
+        self.held = deque((x, padded(y, targets)) for x, y in self.held)
+        self.forget_answers()
+
+    def merge(self, other: "Trace") -> None:
+        """Take what another trace of the same features has seen."""
+        self.moments = self.moments.merge(other.moments)
+        self.forget_answers(search=True)
+
+    def take(self, other: "Trace", places: list[int]) -> None:
+        """Take over another one's moments, its targets moved to these places among ours."""
+        old, cross, square = other.moments, self.moments.cross.clone(), self.moments.square.clone()
+        cross[:, places], square[places] = old.cross, old.square
+        self.moments = Moments(old.gram, cross, square, old.count)
+        self.forget_answers(search=True)
+
+    def forget_answers(self, *, search: bool = False) -> None:
+        """Make the posterior anew when next asked, and with `search` its precisions from scratch, too."""
+        self._posterior = self._noise = None
+        if search:
+            self._precisions = None
+
+    def answer(
+        self, phi: Float[Tensor, "n p"], recent: Float[Tensor, "r p"], y: Float[Tensor, "r k"]
+    ) -> Answer:
+        """The answer to rows, given the moments and rows that wait."""
+        base = self.base()
+        mean, leverage, noise, freedom = base.mean(phi), base.leverage(phi), base.noise, base.freedom
+        if len(y):
+            self._correction.extend(base, recent, y, self.half_life)
+            noise, freedom = self._correction.noise(base, self.half_life)
+            shift, less = self._correction.apply(phi)
+            mean, leverage = mean + shift, (leverage - less) * 2.0 ** (len(y) / self.half_life)
+        return Answer(mean, noise * (1 + leverage).clamp(min=LEAST)[:, None], freedom)
+
+    def mean(
+        self, phi: Float[Tensor, "n p"], recent: Float[Tensor, "r p"], y: Float[Tensor, "r k"]
+    ) -> Float[Tensor, "n k"]:
+        """The means of the answer alone: far cheaper."""
+        base = self.base()
+        mean = base.mean(phi)
+        if len(y):
+            self._correction.extend(base, recent, y, self.half_life)
+            self._correction.noise(base, self.half_life)
+            mean = mean + self._correction.apply(phi)[0]
+        return mean
+
+    def base(self) -> Posterior:
+        """The posterior of the moments; its precisions are searched again when many more rows have come."""
+        if self._posterior is None:
+            if self._noise and self._precisions:
+                found = at(self.moments, self.features.groups, self._precisions, *self._noise)
+            else:
+                found = posterior(self.moments, self.features.groups, self._precisions)
+                self._searched, self._since = float(self.moments.count), 0
+            self._posterior, self._precisions = found, found.precisions
+            self._correction = _Correction()
+        return self._posterior
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that is remembered, and the precisions last found, by name."""
+        found = self._precisions or {}
+        made = {**self.moments.tensors(), "precisions": torch.tensor([*found.values()], dtype=torch.float64)}
+        made["searched"] = torch.tensor([self._searched, self._since], dtype=torch.float64)
+        known = self._noise
+        if self._posterior is not None:
+            known = self._posterior.noise, self._posterior.freedom
+        if known is not None:
+            made["noise"], made["freedom"] = known[0], torch.tensor(known[1], dtype=torch.float64)
+        if self.held:
+            made["x"], made["y"] = (torch.cat(parts) for parts in zip(*self.held, strict=True))
+        return made
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Take what `tensors` gave in place of what is remembered."""
+        moments = Moments.of({name: tensors[name] for name in ("gram", "cross", "square", "count")})
+        if moments.width != self.moments.width:
+            raise ValueError(f"holds moments of {moments.width} features, not {self.moments.width}")
+        self.moments = moments
+        found = tensors["precisions"].tolist()
+        self._precisions = dict(zip(self.features.groups, found, strict=True)) if found else None
+        searched, since = tensors["searched"].tolist()
+        self._searched, self._since = searched, int(since)
+        self.held = deque([(tensors["x"], tensors["y"])] if "x" in tensors else [])
+        self.forget_answers()
+        if "noise" in tensors:
+            self._noise = tensors["noise"], float(tensors["freedom"])
+
+
+class _Correction:
+    """What rows that wait change about the answers of a posterior; grows row by row."""
+
+    def __init__(self) -> None:
+        self.solved: list[Tensor] = []  # S times the features of each row, blocks of (rows, p)
+        self.kernel = torch.zeros(0, 0, dtype=torch.float64)
+        self.errors = torch.zeros(0, 0, dtype=torch.float64)
+        self.factor = self.white = self.errors
+
+    def extend(self, base: Posterior, phi: Tensor, y: Tensor, half_life: float) -> None:
+        """Take the rows of `phi`, `y` (r, ...) beyond those already here; later rows count more."""
+        had, r = len(self.kernel), len(y)
+        if had == r:
+            return
+        rise = 2.0 ** (torch.arange(had + 1, r + 1, dtype=torch.float64) / (2 * half_life))[:, None]
+        new = phi[had:] * rise
+        error = y[had:] * rise - base.mean(new)
+        self.solved.append(torch.cholesky_solve(new.mT, base.factor).mT)
+        across = torch.cat([block @ new.mT for block in self.solved])  # (r, r - had)
+        kernel = torch.empty(r, r, dtype=torch.float64)
+        kernel[:had, :had] = self.kernel
+        kernel[:, had:], kernel[had:, :had] = across, across[:had].mT
+        self.kernel = kernel
+        self.errors = torch.cat([self.errors, error]) if had else error
+
+    def noise(self, base: Posterior, half_life: float) -> tuple[Tensor, float]:
+        """Variance of the noise and degrees of freedom, given the rows, too."""
+        r = len(self.kernel)
+        self.factor = torch.linalg.cholesky(self.kernel + torch.eye(r, dtype=torch.float64))
+        self.white = torch.linalg.solve_triangular(self.factor, self.errors, upper=False)
+        rises = 2.0 ** (torch.arange(1, r + 1, dtype=torch.float64) / half_life)
+        shape = base.freedom / 2
+        more = shape + float(rises.sum()) / 2
+        noise = (base.noise * shape + self.white.square().sum(0) / 2) / more
+        return noise, 2 * more * 0.5 ** (r / half_life)
+
+    def apply(self, phi: Tensor) -> tuple[Tensor, Tensor]:
+        """Change of the mean, (n, k), and reduction of the leverage, (n,); after `noise`."""
+        if len(self.solved) > 8:  # joined now and then: one product instead of many
+            self.solved = [torch.cat(self.solved)]
+        across = torch.cat([block @ phi.mT for block in self.solved])  # (r, n)
+        whitened = torch.linalg.solve_triangular(self.factor, across, upper=False)
+        return whitened.mT @ self.white, whitened.square().sum(0)
+
+
+def padded(y: Tensor, targets: int) -> Tensor:
+    """More targets, which are zero."""
+    return torch.nn.functional.pad(y, (0, targets - y.shape[-1]))

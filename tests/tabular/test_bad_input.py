@@ -1,0 +1,120 @@
+"""What is wrong with the input is named, and the old state stays usable."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from sklearn.base import clone
+from sklearn.exceptions import NotFittedError
+
+from constmem.tabular.estimators import StreamingClassifier, StreamingRegressor
+from tests.tabular.rows import KINDS, SMALL, answers_of
+
+
+def _good(kind: str):
+    make, rows = KINDS[kind]
+    x, y = rows(300)
+    frame = pd.DataFrame(x, columns=list("abcd"))
+    return make(**SMALL).partial_fit(frame, y), frame, y
+
+
+BAD = {
+    "infinite": (
+        lambda e, x, y: e.partial_fit(x.replace(x.iloc[7, 1], np.inf), y),
+        "row 7 of column 'b' is inf",
+    ),
+    "text where numbers were": (
+        lambda e, x, y: e.partial_fit(x.assign(c="x"), y),
+        "'c' held numbers .* text",
+    ),
+    "a column is missing": (lambda e, x, y: e.partial_fit(x.drop(columns="a"), y), "now missing:\n- a"),
+    "a column is new": (lambda e, x, _: e.predict(x.assign(z=1.0)), "unseen at fit time:\n- z"),
+    "an empty frame": (lambda e, x, y: e.partial_fit(x[:0], y[:0]), "0 sample"),
+    "asked of nothing": (lambda e, x, _: e.predict(x[:0]), "0 sample"),
+    "no target": (lambda e, x, _: e.partial_fit(x, None), "target y is None"),
+    "too few targets": (lambda e, x, y: e.partial_fit(x, y[:-1]), "300 rows, but y has 299"),
+    "three axes": (lambda e, _, y: e.partial_fit(np.zeros((2, 2, 2)), y[:2]), "Expected 2D"),
+    "removing what was never there": (
+        lambda e, x, y: e.remove(x * 3 + 1, y),
+        "never observed|no sums of squares",
+    ),
+    "removing too much": (
+        lambda e, x, y: e.remove(pd.concat([x, x]), np.r_[y, y]),
+        "cannot be removed from 300",
+    ),
+    "another scaler": (lambda e, x, y: e.merge(clone(e).fit(2 * x, y)), "base.spawn()"),
+    "other features": (
+        lambda e, x, y: e.merge(clone(e).set_params(random_state=1).fit(x, y)),
+        "base.spawn()",
+    ),
+    "itself": (lambda e, *_: e.merge(e), "with itself"),
+}
+BAD_TARGETS = {
+    "missing": ("regressor", lambda y: np.where(np.arange(300) == 5, np.nan, y), "y contains NaN: row 5"),
+    "all missing": ("regressor", lambda _: np.full(300, np.nan), "in 300 of 300 places"),
+    "infinite": (
+        "regressor",
+        lambda y: np.where(np.arange(300) == 5, np.inf, y),
+        "y contains infinity: row 5",
+    ),
+    "text": ("regressor", lambda _: np.full(300, "x"), "use StreamingClassifier"),
+    "no class": ("classifier", lambda y: np.where(np.arange(300) == 5, None, y), "y contains NaN: row 5"),
+    "not a class": ("classifier", lambda _: np.linspace(0, 1, 300), "Unknown label type"),
+    "numbers for names": ("classifier", lambda _: np.arange(300) % 3, "text and numbers do not mix"),
+    "two a row": ("classifier", lambda y: np.stack([y, y], 1), "."),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_named_and_the_state_stays_usable(kind: str, case: str) -> None:
+    estimator, frame, y = _good(kind)
+    before = answers_of(estimator, frame)
+    call, message = BAD[case]
+    with pytest.raises((ValueError, TypeError), match=f"(?s){message}"):
+        call(estimator, frame, y)
+    np.testing.assert_allclose(answers_of(estimator, frame), before, rtol=0, atol=1e-9)
+    assert estimator.partial_fit(frame, y).learner_.seen == 600
+
+
+@pytest.mark.parametrize("case", BAD_TARGETS)
+def test_bad_targets_are_named_and_the_state_stays_usable(case: str) -> None:
+    kind, spoil, message = BAD_TARGETS[case]
+    estimator, frame, y = _good(kind)
+    before = answers_of(estimator, frame)
+    with pytest.raises(ValueError, match=message):
+        estimator.partial_fit(frame, spoil(y))
+    np.testing.assert_allclose(answers_of(estimator, frame), before, rtol=0, atol=1e-9)
+    assert estimator.learner_.seen == 300
+    warm = type(estimator)(**SMALL).partial_fit(frame[:20], y[:20])
+    with pytest.raises(ValueError, match=message):
+        warm.partial_fit(frame, spoil(y))
+    assert warm.learner_.seen == 20
+
+
+def test_columns_may_come_in_any_order_and_dtypes_may_change_but_for_their_kind() -> None:
+    estimator, frame, _ = _good("regressor")
+    expected = estimator.predict(frame)
+    np.testing.assert_array_equal(estimator.predict(frame[["d", "b", "a", "c"]]), expected)
+    np.testing.assert_allclose(
+        estimator.predict(frame.astype("float32")), expected, rtol=0.02
+    )  # rounding moves some over thresholds
+    whole = frame.round()
+    np.testing.assert_array_equal(estimator.predict(whole.astype("Int64")), estimator.predict(whole))
+
+
+@pytest.mark.parametrize("make", [StreamingRegressor, StreamingClassifier])
+def test_an_estimator_that_has_seen_nothing_says_so(make, tmp_path) -> None:
+    for call in ("predict", "spawn", "save"):
+        with pytest.raises(NotFittedError):
+            getattr(make(), call)(*{"predict": [[[0.0]]], "save": [tmp_path / "m"]}.get(call, []))
+    fitted = make(**SMALL).fit([[0.0], [1.0]], [0, 1])
+    with pytest.raises(NotFittedError):
+        fitted.spawn().predict([[0.0]])
+    with pytest.raises(ValueError, match="frozen after 256 rows, but 2"):
+        make(**SMALL).partial_fit([[0.0], [1.0]], [0, 1]).spawn()
+
+
+@pytest.mark.parametrize("options", [{"warmup": 0}, {"size": 3}, {"size": 1.5}, {"forget": "often"}])
+def test_options_that_make_no_sense_are_refused_when_used(options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        StreamingRegressor(**options).fit([[0.0], [1.0]], [0, 1])

@@ -1,0 +1,204 @@
+"""Evidence and posteriors from moments, against Gaussian processes written in numpy."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from torch import Tensor
+
+from constmem.core.moments import Moments
+from constmem.tabular.classes import probabilities
+from constmem.tabular.evidence import PRIOR, TAILS, Posterior, _Fit, at, heavier, posterior
+
+GROUPS = {"constant": slice(0, 1), "few": slice(1, 4), "many": slice(4, 12)}
+seeds = st.integers(0, 2**31)
+
+
+def data(n: int, *, seed: int = 0, k: int = 1, noise: float = 0.3) -> tuple[Tensor, Tensor]:
+    """Targets that depend on the constant and on `few`, not on `many`."""
+    random = torch.Generator().manual_seed(seed)
+    phi = torch.randn(n, 12, generator=random, dtype=torch.float64)
+    phi[:, 0] = 1.0
+    weights = torch.randn(12, k, generator=random, dtype=torch.float64)
+    weights[4:] = 0.0
+    return phi, phi @ weights + noise * torch.randn(n, k, generator=random, dtype=torch.float64)
+
+
+def covariance(phi: Any, precision: dict[str, float]) -> Any:
+    """Of the targets, in units of the noise: I + sum over groups of phi phi' / precision."""
+    made = np.eye(len(phi))
+    for name, group in GROUPS.items():
+        made += phi[:, group] @ phi[:, group].T / precision[name]
+    return made
+
+
+@given(seed=seeds, n=st.integers(1, 30), k=st.integers(1, 3))
+def test_evidence_is_the_marginal_likelihood_of_the_targets(seed: int, n: int, k: int) -> None:
+    phi, y = data(n, seed=seed, k=k)
+    log = torch.randn(3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    fit = _Fit(Moments.observe(phi, y), GROUPS, log)
+    inner = covariance(phi.numpy(), dict(zip(GROUPS, log.exp().tolist(), strict=True)))
+    wanted = 0.0
+    for target in y.numpy().T:
+        scale = PRIOR[0] * PRIOR[1] * (target**2).mean() + target @ np.linalg.solve(inner, target) / 2
+        wanted -= (PRIOR[0] + n / 2) * np.log(scale) + np.linalg.slogdet(inner)[1] / 2
+    assert fit.log_evidence == pytest.approx(wanted, rel=1e-7, abs=1e-6)
+
+
+@given(seed=seeds, k=st.integers(1, 3))
+def test_gradient_and_hessian_are_those_of_the_evidence(seed: int, k: int) -> None:
+    moments = Moments.observe(*data(40, seed=seed, k=k))
+    log = torch.randn(3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    fit, step = _Fit(moments, GROUPS, log), 1e-4
+    for i in range(3):
+        move = step * torch.eye(3, dtype=torch.float64)[i]
+        up, down = _Fit(moments, GROUPS, log + move), _Fit(moments, GROUPS, log - move)
+        slope = (up.log_evidence - down.log_evidence) / (2 * step)
+        assert float(fit.gradient[i]) == pytest.approx(slope, rel=1e-4, abs=1e-4)
+        bend = (up.gradient - down.gradient) / (2 * step)
+        torch.testing.assert_close(fit.hessian[i], bend, rtol=1e-4, atol=1e-4)
+
+
+@given(seed=seeds)
+def test_found_precisions_are_a_maximum(seed: int) -> None:
+    moments = Moments.observe(*data(60, seed=seed))
+    found = posterior(moments, GROUPS)
+    log = torch.tensor([*found.precisions.values()], dtype=torch.float64).log()
+    for i in range(3):
+        for move in (-0.5, 0.5):
+            other = log + move * torch.eye(3, dtype=torch.float64)[i]
+            assert _Fit(moments, GROUPS, other).log_evidence < found.log_evidence + 0.05
+    again = posterior(moments, GROUPS, found.precisions)
+    assert again.log_evidence == pytest.approx(found.log_evidence, abs=0.05)
+
+
+def test_groups_that_do_nothing_are_shrunk_away() -> None:
+    found = posterior(Moments.observe(*data(500)), GROUPS)
+    assert found.precisions["many"] > 100 * found.precisions["few"]
+    assert float(found.weights[4:].abs().max()) < 0.05
+    assert float(found.noise.sqrt()) == pytest.approx(0.3, rel=0.1)
+
+
+@given(seed=seeds, n=st.integers(1, 30))
+def test_predictions_are_those_of_the_gaussian_process(seed: int, n: int) -> None:
+    phi, y = data(n, seed=seed, k=2)
+    new, _ = data(5, seed=seed + 1)
+    found = posterior(Moments.observe(phi, y), GROUPS)
+    both = covariance(np.concatenate([phi.numpy(), new.numpy()]), found.precisions)
+    gain = np.linalg.solve(both[:n, :n], both[:n, n:]).T
+    mean, variance = found.mean_variance(new)
+    np.testing.assert_allclose(mean.numpy(), gain @ y.numpy(), atol=1e-5 * float(y.abs().max()))
+    inner = np.diag(both[n:, n:] - gain @ both[:n, n:])
+    np.testing.assert_allclose(variance.numpy(), np.outer(inner, found.noise.numpy()), rtol=1e-4)
+    np.testing.assert_allclose((found.epistemic(new) + found.noise).numpy(), variance.numpy())
+    assert found.freedom == pytest.approx(n + 2 * PRIOR[0])
+
+
+def test_the_posterior_at_known_precisions_is_the_one_that_was_found() -> None:
+    moments = Moments.observe(*data(50, k=2))
+    found = posterior(moments, GROUPS)
+    same = at(moments, GROUPS, found.precisions, found.noise, found.freedom)
+    torch.testing.assert_close(same.weights, found.weights)
+    torch.testing.assert_close(same.factor, found.factor)
+
+
+def test_intervals_hold_what_they_promise() -> None:
+    inside: list[float] = []
+    for seed in range(60):
+        phi, y = data(240, seed=seed)
+        found = posterior(Moments.observe(phi[:40], y[:40]), GROUPS)
+        mean, variance = found.mean_variance(phi[40:])
+        t = stats.t.ppf(0.95, found.freedom)
+        inside += ((y[40:] - mean).abs() < t * variance.sqrt()).double().flatten().tolist()
+    assert 0.86 < np.mean(inside) < 0.94
+
+
+@pytest.mark.parametrize("freedom", [1.5, 8.0, 9.0, 30.0, 1e6])
+def test_heavier_tails_leave_90_percent_intervals_alone(freedom: float) -> None:
+    variance, fewer = heavier(torch.tensor([4.0], dtype=torch.float64), freedom)
+    assert fewer == min(freedom, TAILS)
+    width = float(variance.sqrt()) * stats.t.ppf(0.95, fewer)
+    assert width == pytest.approx(2 * stats.t.ppf(0.95, freedom), rel=1e-3)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_hardly_any_rows_are_enough(n: int) -> None:
+    phi, y = data(3)
+    mean, variance = posterior(Moments.observe(phi[:n], y[:n]), GROUPS).mean_variance(phi)
+    assert bool(mean.isfinite().all() & (variance > 0).all() & variance.isfinite().all())
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -1e6])
+def test_constant_targets_are_predicted(value: float) -> None:
+    phi, y = data(30)
+    mean, variance = posterior(Moments.observe(phi, torch.full_like(y, value)), GROUPS).mean_variance(phi)
+    torch.testing.assert_close(mean, torch.full_like(y, value), rtol=1e-3, atol=1e-6)
+    assert bool((variance > 0).all())
+
+
+def test_features_that_repeat_each_other_do_no_harm() -> None:
+    phi, y = data(300)
+    phi[:, 8:] = phi[:, 4:8]
+    phi[:, 3] = 0.0
+    mean, _ = posterior(Moments.observe(phi, y), GROUPS).mean_variance(phi)
+    wanted, *_ = np.linalg.lstsq(phi.numpy(), y.numpy(), rcond=None)
+    assert float((mean - torch.from_numpy(phi.numpy() @ wanted)).square().mean().sqrt()) < 0.05
+
+
+def test_targets_share_precisions_but_not_noise() -> None:
+    phi, y = data(400, k=2)
+    y[:, 1] += 3 * torch.randn(400, dtype=torch.float64)
+    noise = posterior(Moments.observe(phi, y), GROUPS).noise.sqrt()
+    assert noise.tolist() == pytest.approx([0.3, 3.0], rel=0.15)
+
+
+def kernel_process(n: int, points: int) -> tuple[Posterior, Tensor, Tensor, Any]:
+    """A posterior of a kernel's features with inducing points among rows on a line; rows; the kernel."""
+    x = torch.linspace(-2, 2, n, dtype=torch.float64)[:, None]
+
+    def kernel(a: Tensor, b: Tensor) -> Tensor:
+        return (-(a - b.mT).square() * 2).exp()
+
+    inducing = x[:: n // points]
+    factor = torch.linalg.cholesky(kernel(inducing, inducing) + 1e-10 * torch.eye(len(inducing)))
+
+    def features(a: Tensor) -> Tensor:
+        made: Tensor = torch.linalg.solve_triangular(factor, kernel(inducing, a), upper=False).mT
+        return made
+
+    new = torch.tensor([[-9.0], [-2.3], [0.1], [1.0], [30.0]], dtype=torch.float64)
+    moments = Moments.observe(features(x), x.sin())
+    groups = {"kernel": slice(0, len(inducing))}
+    made = at(moments, groups, {"kernel": 0.05}, torch.tensor([0.01], dtype=torch.float64), 9.0)
+    return made, features(new), new, (x, kernel)
+
+
+def test_with_all_rows_as_inducing_points_the_variance_is_the_exact_one() -> None:
+    made, phi, new, (x, kernel) = kernel_process(12, 12)
+    across, inner = kernel(new, x).numpy(), kernel(x, x).numpy() + 0.05 * np.eye(12)
+    wanted = (1 - np.diag(across @ np.linalg.solve(inner, across.T))) / 0.05
+    np.testing.assert_allclose(made.leverage(phi).numpy(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_what_inducing_points_miss_is_shared_out_among_rows() -> None:
+    made, phi, *_ = kernel_process(60, 6)
+    assert made.usual > 0
+    assert made.usual * made.missed <= 1 + 1e-9  # it is a part of the noise
+    far = made.leverage(phi)[[0, 4]]
+    torch.testing.assert_close(
+        far, torch.full_like(far, made.missed * (1 - made.usual)), rtol=1e-3, atol=1e-3
+    )
+    assert bool((made.mean_variance(phi)[1] > 0).all())
+
+
+@given(seed=seeds, k=st.integers(2, 6))
+def test_probabilities_are_ordered_as_means_and_doubt_what_varies(seed: int, k: int) -> None:
+    mean = torch.rand(7, k, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    sure, unsure = (probabilities(mean, torch.full_like(mean, v)) for v in (1e-3, 1.0))
+    torch.testing.assert_close(sure.sum(1), torch.ones(7, dtype=torch.float64))
+    assert torch.equal(sure.argsort(1), mean.argsort(1))
+    assert bool((sure.max(1).values >= unsure.max(1).values).all())

@@ -1,0 +1,197 @@
+"""Features, their kernel and their trees, against what they are meant to be."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from constmem.tabular import kernel as kernels
+from constmem.tabular import trees
+from constmem.tabular.features import Features
+from constmem.tabular.kernel import Kernel
+
+
+def table(n: int = 300, d: int = 4, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Targets that depend on the first column alone, by a wave and a step."""
+    x = torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return x, (2 * x[:, :1]).sin() + (x[:, :1] > 0.5)
+
+
+def random() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.mark.parametrize(("n", "d"), [(1, 1), (2, 3), (9, 1), (40, 30), (300, 4), (100, 300)])
+def test_any_table_has_features(n: int, d: int) -> None:
+    x, y = table(n, d)
+    features = Features.anchor(x, y, size=200)
+    phi = features(torch.cat([x, 1e6 * x]))
+    assert phi.shape == (2 * n, features.width)
+    assert phi.dtype == torch.float64
+    assert bool(phi.isfinite().all())
+    groups = list(features.groups.values())
+    assert [g.start for g in groups] == [0, *(g.stop for g in groups[:-1])]
+    assert groups[-1].stop == features.width
+
+
+def test_features_are_at_most_as_many_as_were_asked_for() -> None:
+    x, y = table(500)
+    assert Features.anchor(x, y, size=400).width == 400
+
+
+def test_features_of_a_row_depend_on_nothing_else() -> None:
+    x, y = table()
+    features, again = (Features.anchor(x, y, seed=3, size=200) for _ in range(2))
+    phi = features(x)
+    assert torch.equal(phi, again(x))
+    torch.testing.assert_close(features(x[5:9]), phi[5:9], atol=1e-9, rtol=0)
+
+
+def test_saved_features_are_the_same() -> None:
+    x, y = table()
+    features = Features.anchor(x, y, size=200)
+    tensors = features.tensors()
+    assert torch.equal(Features.of({name: t.clone() for name, t in tensors.items()})(x), features(x))
+    assert features.nbytes == sum(t.nbytes for t in tensors.values()) < 20_000
+
+
+def test_constant_and_repeated_columns_do_no_harm() -> None:
+    x, y = table()
+    x[:, 1], x[:, 2] = 7.0, x[:, 0]
+    phi = Features.anchor(x, y, size=200)(x + torch.tensor([0.0, 1.0, 0.0, 0.0]))
+    assert bool(phi.isfinite().all())
+
+
+def test_columns_go_through_as_they_are_and_ranks_do_not_grow() -> None:
+    x, y = table()
+    features = Features.anchor(x, y, size=200)
+    groups, new = features.groups, 100 * x[:5]
+    phi = features(new)
+    assert torch.equal(phi[:, groups["constant"]], torch.ones(5, 1, dtype=torch.float64))
+    wanted = (new - x.mean(0)) / x.std(0, correction=0)
+    torch.testing.assert_close(phi[:, groups["columns"]], wanted)
+    ranks = features(x)[:, groups["ranks"]]
+    assert float(phi[:, groups["ranks"]].abs().max()) <= 3**0.5
+    assert ranks.mean(0).abs().max() < 0.05
+    assert torch.equal(ranks[:, 2].argsort(), ranks[:, 2].argsort())
+    assert np.corrcoef(ranks[:, 2].numpy(), x[:, 2].argsort().argsort().numpy())[0, 1] > 0.999
+
+
+def test_products_are_those_of_the_columns() -> None:
+    x, y = table()
+    features = Features.anchor(x, y, size=200)
+    z = ((x - x.mean(0)) / x.std(0, correction=0)).clamp(-8, 8)
+    found = features(x)[:, features.groups["products"]]
+    wanted = [z[:, i] * z[:, j] for i in range(4) for j in range(i, 4)]
+    for product in wanted:
+        assert float((found - product[:, None]).abs().max(0).values.min()) < 1e-9
+    assert found.shape[1] == len(wanted)
+
+
+def test_inner_products_of_kernel_features_are_the_kernels_at_its_points() -> None:
+    x, y = table(80)
+    features = Features.anchor(x, y, size=500)  # room for all rows
+    phi = features(x)[:, features.groups["kernel"]]
+    u = features._coordinates((x - features.centre) / features.scale)
+    kernel = Kernel(features.rates, features.share)
+    torch.testing.assert_close(phi @ phi.mT, kernel(u, u), atol=1e-4, rtol=0)
+
+
+def test_the_kernel_is_the_formula() -> None:
+    rates, share = torch.rand(2, 6, dtype=torch.float64), torch.tensor(0.3, dtype=torch.float64)
+    u, v = torch.randn(5, 6, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
+    found = Kernel(rates, share)(u, v).numpy()
+    for i, j in np.ndindex(5, 4):
+        gap = (u[i] - v[j]).numpy()
+        smooth = np.exp(-((rates[0].numpy() * gap) ** 2).sum() / 2)
+        rough = np.exp(-np.sqrt(((rates[1].numpy() * gap) ** 2).sum()))
+        assert found[i, j] == pytest.approx(0.3 * smooth + 0.7 * rough, rel=1e-9)
+
+
+def test_the_slope_is_that_of_the_likelihood() -> None:
+    x, y = table(25)
+    u = torch.cat([x, x.argsort(0).argsort(0).double() / 12 - 1], 1)
+    rates = Kernel.usual(4).rates.log().flatten()
+    at = torch.cat([rates, torch.tensor(kernels.PARTS, dtype=torch.float64)])
+    at = at + 0.3 * torch.randn(len(at), generator=random(), dtype=torch.float64)
+
+    def loss(at: Tensor) -> float:
+        smooth, rough, slant, noise = at[-4:].exp().numpy()
+        s, r = at[:-4].exp().view(2, 8).numpy()
+        gaps = u.numpy()[:, None] - u.numpy()
+        inner = smooth * np.exp(-((gaps * s) ** 2).sum(-1) / 2)
+        inner = inner + rough * np.exp(-np.sqrt(((gaps * r) ** 2).sum(-1)))
+        inner = inner + slant * x.numpy() @ x.numpy().T / 4 + kernels.CONSTANT
+        inner = inner + (noise + kernels.JITTER) * np.eye(25)
+        fit = float((y.numpy() * np.linalg.solve(inner, y.numpy())).sum())
+        return (fit + float(np.linalg.slogdet(inner)[1])) / 2
+
+    slope = kernels._slope(at, u, y, 4)
+    assert slope is not None
+    for i, found in enumerate(slope.tolist()):
+        move = 1e-5 * torch.eye(len(at), dtype=torch.float64)[i]
+        assert found == pytest.approx((loss(at + move) - loss(at - move)) / 2e-5, rel=1e-4, abs=1e-4)
+
+
+def test_lengths_are_short_only_where_targets_change() -> None:
+    x, y = table(300)
+    u = torch.cat([x, x.argsort(0).argsort(0).double() / 87 - 1.73], 1)
+    rates = Kernel.learned(u, y, random()).rates
+    assert float(rates[0, 0]) > 3 * float(rates[0, 1:4].max())
+
+
+def test_without_noise_or_with_copies_only_the_search_ends_well() -> None:
+    u = torch.zeros(50, 2, dtype=torch.float64)
+    kernel = Kernel.learned(u, torch.zeros(50, 1, dtype=torch.float64), random())
+    assert bool(kernel.rates.isfinite().all())
+    assert kernel.inducing(u, 10).tolist() == [0]
+
+
+def test_no_row_is_as_far_from_inducing_points_as_from_random_ones() -> None:
+    x, _ = table(300, 2)
+    u = torch.cat([x, x], 1)
+    kernel = Kernel.usual(2)
+    chosen = kernel.inducing(u, 20)
+    assert len(set(chosen.tolist())) == 20
+
+    def missed(rows: Tensor) -> float:
+        across = kernel(u, u[rows])
+        explained = (across * torch.linalg.solve(kernel(u[rows], u[rows]), across.mT).mT).sum(1)
+        return float((1 - explained).max())
+
+    drawn = [torch.randperm(300, generator=torch.Generator().manual_seed(i))[:20] for i in range(20)]
+    assert missed(chosen) < min(map(missed, drawn))
+
+
+def test_trees_find_steps() -> None:
+    x, _ = table(400, 3)
+    y = ((x[:, 1:2] > 0.3) ^ (x[:, 2:] > 0)).double()  # visible from the second level on only
+    columns, thresholds = trees.grow(x, y + x[:, 1:2] * 0.01, count=3, depth=3)
+    leaves = trees.leaves(x, columns, thresholds)
+    assert leaves.shape == (400, 24)
+    weights, *_ = np.linalg.lstsq(leaves.numpy(), y.numpy(), rcond=None)
+    assert np.mean((leaves.numpy() @ weights - y.numpy()) ** 2) < 0.05
+
+
+def test_trees_see_what_the_trees_before_them_left() -> None:
+    x, _ = table(400, 3)
+    y = (x > 0).double() @ torch.tensor([[3.0], [2.0], [1.0]], dtype=torch.float64)
+    columns, _ = trees.grow(x, y, count=16, depth=1)
+    assert columns[0].tolist() == [0]
+    assert set(columns.flatten().tolist()) == {0, 1, 2}
+
+
+def test_every_row_is_in_one_leaf_of_each_tree() -> None:
+    x, y = table(100, 3)
+    columns, thresholds = trees.grow(x, y, count=5, depth=2)
+    leaves = trees.leaves(x, columns, thresholds).view(100, 5, 4)
+    assert torch.equal(leaves.sum(2), torch.ones(100, 5, dtype=torch.float64))
+    for row, tree in ((0, 0), (17, 3)):
+        bits = [int(x[row, c] > t) for c, t in zip(columns[tree], thresholds[tree], strict=True)]
+        assert float(leaves[row, tree, 2 * bits[0] + bits[1]]) == 1.0
+
+
+def test_no_rows_or_no_columns_are_refused() -> None:
+    for shape in ((0, 3), (3, 0)):
+        with pytest.raises(ValueError, match="a row and a column at least"):
+            Features.anchor(torch.zeros(shape, dtype=torch.float64))
