@@ -151,8 +151,7 @@ def _say_trained(folder: Path, data_dir: Path | None) -> None:
     """What to do next; a folder of data that only this command knows of is named again."""
     named = data_dir is not None and str(data_dir) != os.environ.get("CONSTMEM_DATA")
     run = shlex.join([str(folder), *(["--data-dir", str(data_dir)] if named else [])])
-    print(f"trained: {folder}")
-    print(f"next: constmem eval {run}; constmem plot {run}")
+    print(f"trained: {folder}\nnext: constmem eval {run}; constmem plot {run}")
 
 
 @app.command(name="eval")
@@ -191,6 +190,7 @@ def table(
     scores: Annotated[bool, typer.Option("--scores", help="RMSE, CRPS and 90 % coverage too.")] = False,
 ) -> None:
     """A table like the paper's: models against test sets, ours beside the published."""
+    from constmem.core.files import write_text
     from constmem.evaluation import tables
     from constmem.evaluation.entries import compare
     from constmem.evaluation.rows import read_rows
@@ -207,8 +207,6 @@ def table(
     if out is None:
         print(text)
     else:
-        from constmem.core.files import write_text
-
         print(f"wrote {write_text(out, text + chr(10))}")
 
 

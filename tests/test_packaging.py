@@ -34,8 +34,12 @@ def test_every_import_of_the_package_is_declared() -> None:
     others = found - {"constmem"} - set(sys.stdlib_module_names)
     optional = [text for extra in PROJECT["optional-dependencies"].values() for text in extra]
     allowed = declared(PROJECT["dependencies"]) | declared(optional)
-    with_torch = {"triton"}  # which comes with PyTorch where there is a GPU
-    assert {NAMES.get(name, name).lower() for name in others} - with_torch <= allowed
+    guests = {
+        "triton",
+        "pandas",
+        "polars",
+    }  # with PyTorch where there is a GPU; of who hands over their frames
+    assert {NAMES.get(name, name).lower() for name in others} - guests <= allowed
 
 
 def test_the_version_is_one_and_types_are_shipped() -> None:
