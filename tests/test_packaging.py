@@ -34,17 +34,13 @@ def test_every_import_of_the_package_is_declared() -> None:
     others = found - {"constmem"} - set(sys.stdlib_module_names)
     optional = [text for extra in PROJECT["optional-dependencies"].values() for text in extra]
     allowed = declared(PROJECT["dependencies"]) | declared(optional)
-    guests = {
-        "triton",
-        "pandas",
-        "polars",
-    }  # with PyTorch where there is a GPU; of who hands over their frames
+    guests = {"triton", "pandas", "polars"}  # brought by PyTorch, or by who hands over such frames
     assert {NAMES.get(name, name).lower() for name in others} - guests <= allowed
 
 
 def test_the_version_is_one_and_types_are_shipped() -> None:
     assert PROJECT["dynamic"] == ["version"]
-    assert re.fullmatch(r"\d+\.\d+\.\d+", constmem.__version__)
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", constmem.__version__)
     assert (ROOT / "constmem" / "py.typed").exists()
 
 
