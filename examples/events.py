@@ -88,7 +88,7 @@ def main() -> None:
 def follow(model: PointProcess, events: list[tuple[int, float]]) -> None:
     """Take the events of one more user as they come; the state stays as large as it was."""
     state = model.empty(torch.tensor([events[0][1]], dtype=torch.float64))
-    print("\nwhat happened           what was foretold: when (90 %), and what    bytes remembered")
+    print("\nwhat happened           what was predicted: when (90 %), and what    bytes remembered")
     for mark, time in events:
         nxt = model.query(state)
         low, high = nxt.quantiles([0.05, 0.95])[0].tolist()

@@ -739,7 +739,7 @@ def test_one_stream_takes_points_without_its_axis_and_arrays_and_lists() -> None
     for a, b in zip(x.flatten().tolist(), y.flatten().tolist(), strict=True):
         stream.observe(a, b)
     assert_predicts(stream.predict(xt), expected.predict(xt))
-    stream = Stream(MODEL, forget=Decay(3))
+    stream = Stream(MODEL, forget=Decay(3.0))
     stream.observe(np.arange(40), np.arange(40.0))  # whole numbers, and float64 with weights
     assert stream.count.item() == 40
 

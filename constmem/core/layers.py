@@ -112,7 +112,7 @@ def refreshed(module: nn.Module) -> nn.Module:
     return module
 
 
-def _plain(*layers: nn.Linear) -> bool:
+def _plain(*layers: nn.Module) -> bool:
     """Whether these are no more than their weights and biases."""
     return all(type(layer) is nn.Linear and not layer._forward_pre_hooks for layer in layers)
 

@@ -291,7 +291,7 @@ def test_the_best_validated_weights_are_kept(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     noise = Table.of(torch.randn(80, 3, generator=generator), torch.randn(80, generator=generator))
     change = [*TINY, "lr=0.02", "jitter=0"]
-    model = fit_table(noise, "cmanp", out=tmp_path, steps=200, change=change)  # learns noise by heart
+    model = fit_table(noise, "cmanp", out=tmp_path, steps=200, change=change)  # memorises noise
     entries = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     found = [entry["validation"] for entry in entries if "validation" in entry]
     assert len(found) == 4
