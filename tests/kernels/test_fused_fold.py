@@ -239,7 +239,11 @@ def by_gradient(state: Any, model: CMANP) -> list[Tensor]:
     random = torch.Generator(state.value.device).manual_seed(0)
     rates = torch.randn(state.value.shape, generator=random, dtype=torch.float64, device=state.value.device)
     loss = (rates * state.value).sum() + (rates[..., 0] * state.lse).sum()
-    return [state.value.detach(), state.lse.detach(), *torch.autograd.grad(loss, model.observing_parameters())]
+    return [
+        state.value.detach(),
+        state.lse.detach(),
+        *torch.autograd.grad(loss, model.observing_parameters()),
+    ]
 
 
 @pytest.mark.gpu
