@@ -150,11 +150,16 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
         if about.get("class") != cls.__name__:
             raise ValueError(f"{path} holds a {about.get('class')}, not a {cls.__name__}: load it as such")
         known = inspect.signature(cls.__init__).parameters
-        made = cls(**{name: value for name, value in about["params"].items() if name in known})
-        made.learner_, made.n_features_in_ = learner, about["features"]
-        for name, found in about["names"].items():
-            setattr(made, name, np.array(found, dtype=object) if name == "feature_names_in_" else found)
-        made._restore(about)
+        try:
+            made = cls(**{name: value for name, value in about["params"].items() if name in known})
+            made.learner_, made.n_features_in_ = learner, about["features"]
+            for name in _NAMES:
+                if name in about["names"]:
+                    found = about["names"][name]
+                    setattr(made, name, np.array(found, object) if name == "feature_names_in_" else found)
+            made._restore(about)
+        except saving.DAMAGE as error:
+            raise saving.damaged(path, error) from error
         return made
 
     def _restore(self, about: dict[str, Any]) -> None:

@@ -2,21 +2,23 @@
 
 import json
 import os
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from constmem.core import checks
 from constmem.core.files import read_tensors, write_tensors
 from constmem.tabular.columns import Columns
 from constmem.tabular.features import Features
 from constmem.tabular.forgetting import Forgetting
-from constmem.tabular.frames import MOMENT, Frame
+from constmem.tabular.frames import MOMENT, Frame, Kind
 from constmem.tabular.learner import Learner
 
 KIND = "constmem.tabular"
 VERSION = 1
+DAMAGE = (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError, ArithmeticError)
 
 
 def save(learner: Learner, path: str | os.PathLike[str], about: dict[str, Any]) -> None:
@@ -51,12 +53,19 @@ def load(path: str | os.PathLike[str]) -> tuple[Learner, dict[str, Any]]:
     try:
         header = json.loads(words["content"])
         learner = _learner(header, tensors)
-    except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): fit the estimator and save it again") from error
+    except DAMAGE as error:
+        raise damaged(path, error) from error
     return learner, header["about"]
 
 
+def damaged(path: str | os.PathLike[str], error: Exception) -> ValueError:
+    """The error of a file whose content does not fit together."""
+    return ValueError(f"{path} is damaged ({error!r}): fit the estimator and save it again")
+
+
 def _learner(header: dict[str, Any], tensors: dict[str, Tensor]) -> Learner:
+    if (bad := checks.first_not_finite(tensors)) is not None and not bad.startswith("rows."):
+        raise ValueError(f"holds a {bad} with NaN or infinity in it")
     learner = Learner(**header["learner"], forgetting=Forgetting.of(header["about"]["forget"]))
     if header["columns"] is not None:
         features = Features.of(_part(tensors, "features."))
@@ -71,8 +80,16 @@ def _learner(header: dict[str, Any], tensors: dict[str, Tensor]) -> Learner:
             if about["kinds"][i] == "date":
                 others[i] = column.astype(np.int64).astype(MOMENT)
         names = None if about["names"] is None else tuple(about["names"])
-        frame = Frame(names, tuple(about["kinds"]), tensors["rows.values"].numpy().copy(), others)
-        learner.learn(frame, tensors["rows.y"].numpy().copy())
+        values, y = (tensors[name].numpy().copy() for name in ("rows.values", "rows.y"))
+        wide = {len(about["kinds"]), values.shape[1], len(names or about["kinds"])}
+        if len({len(values), len(y), *map(len, others.values())}) > 1 or len(wide) > 1:
+            raise ValueError("holds rows and columns that do not fit each other")
+        if not set(about["kinds"]) <= set(get_args(Kind)):
+            raise ValueError(f"holds columns of kinds {about['kinds']}")
+        words = {type(v) for i, column in others.items() for v in column if about["kinds"][i] == "text"}
+        if not words <= {str, type(None)}:
+            raise ValueError("holds a column of text with something else in it")
+        learner.learn(Frame(names, tuple(about["kinds"]), values, others), y)
     return learner
 
 
