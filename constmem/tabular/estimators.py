@@ -166,6 +166,8 @@ class StreamingClassifier(ClassifierMixin, StreamingEstimator):  # type: ignore[
             labels = labels[:, 0]
         if labels.dtype.kind == "c":
             raise ValueError("Complex data not supported: y holds complex numbers")
+        if labels.dtype.kind == "S":
+            raise TypeError("y holds bytes, not text: decode them, as in np.char.decode(y)")
         if labels.dtype.kind == "O":
             absent = [row for row, v in enumerate(labels) if v is None or v != v]
             if absent:
