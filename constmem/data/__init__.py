@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from constmem.data.simulate import Process as Process
     from constmem.data.simulate import Renewal as Renewal
     from constmem.data.simulate import SelfCorrecting as SelfCorrecting
+    from constmem.data.table import POWER_PLANT as POWER_PLANT
     from constmem.data.table import Table as Table
+    from constmem.data.table import power_plant as power_plant
     from constmem.data.task import Task as Task
     from constmem.data.task import draw_sizes as draw_sizes
     from constmem.data.tasks import TableTasks as TableTasks
@@ -69,7 +71,7 @@ _HOMES = {
     "constmem.data.prepare": ("Prepared", "prepare_pack", "prepare_easytpp", "prepare_jodie"),
     "constmem.data.prepare_images": ("prepare_celeba", "prepare_emnist"),
     "constmem.data.simulate": ("Poisson", "Process", "Renewal", "SelfCorrecting"),
-    "constmem.data.table": ("Table",),
+    "constmem.data.table": ("POWER_PLANT", "Table", "power_plant"),
     "constmem.data.task": ("Task", "draw_sizes"),
     "constmem.data.tasks": (
         "TableTasks",

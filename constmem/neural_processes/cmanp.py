@@ -1,6 +1,6 @@
 """Constant Memory Attentive Neural Process: stacked CMABs, and a decoder that reads every level."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from jaxtyping import Float
@@ -9,29 +9,22 @@ from torch import Tensor, nn
 from constmem.core import checks
 from constmem.core.block import CMABStack
 from constmem.core.fold import Chunk, fold, fused_fold
-from constmem.core.layers import MLP, CrossAttention, FeedForward, Residual
+from constmem.core.layers import MLP
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
 from constmem.kernels import Graphs
-from constmem.neural_processes.base import NeuralProcess
-from constmem.neural_processes.heads import Gaussian, Std, decode_levels
+from constmem.neural_processes.transformers import LevelProcess, LevelSettings
 
 
-class CMANP(NeuralProcess):
+class CMANP(LevelProcess[AttentionState, Tensor]):
     """A neural process in constant memory: conditioning, updating, and (training's) gradients too.
 
     The defaults are the paper's sizes.
 
     Args:
-        dim_x, dim_y: channels of inputs and outputs.
-        dim: width of all tokens.
-        depth: number of blocks, and of decoder layers.
         num_slots: learned queries a block looks at the data with; they size the state.
         num_latents: vectors the blocks hand to each other.
-        hidden: width inside feed-forward layers and the predictor.
-        embed_depth: layers of the two embedding MLPs.
-        residual: "normed" as in the published models, or "raw".
-        std: "bounded" (at least 0.05) or "exp".
+        settings: those of `LevelProcess`; `depth` is the number of blocks, and of decoder layers.
 
     Example:
         >>> model = CMANP(dim_x=1, dim_y=1, dim=16, depth=2, num_slots=8, num_latents=8).eval()
@@ -48,40 +41,14 @@ class CMANP(NeuralProcess):
     name: ClassVar[str] = "cmanp"
 
     def __init__(
-        self,
-        *,
-        dim_x: int,
-        dim_y: int,
-        dim: int = 64,
-        depth: int = 6,
-        num_slots: int = 128,
-        num_latents: int = 128,
-        num_heads: int = 4,
-        hidden: int = 128,
-        embed_depth: int = 4,
-        residual: Residual = "normed",
-        std: Std = "bounded",
+        self, *, num_slots: int = 128, num_latents: int = 128, **settings: Unpack[LevelSettings]
     ) -> None:
-        super().__init__(dim_x=dim_x, dim_y=dim_y)
+        super().__init__(**settings)
         checks.positive("num_latents", num_latents)
-        self.embed = MLP(dim_in=dim_x + dim_y, dim_hidden=dim, dim_out=dim, depth=embed_depth)
-        self.embed_target = MLP(dim_in=dim_x, dim_hidden=dim, dim_out=dim, depth=embed_depth)
-        self.latents = nn.Parameter(torch.randn(num_latents, dim))
-        self.stack = CMABStack(
-            depth=depth,
-            dim=dim,
-            num_slots=num_slots,
-            num_heads=num_heads,
-            hidden=hidden,
-            residual=residual,
-        )
-        self.cross = nn.ModuleList(
-            CrossAttention(dim=dim, num_heads=num_heads, residual=residual) for _ in range(depth)
-        )
-        self.feed = nn.ModuleList(
-            FeedForward(dim=dim, hidden=hidden, residual=residual) for _ in range(depth)
-        )
-        self.head = Gaussian(dim=dim, hidden=hidden, dim_y=dim_y, std=std)
+        self.latents = nn.Parameter(torch.randn(num_latents, self.config["dim"]))
+        sizes = self._set("depth", "dim", "num_heads", "hidden", "residual")
+        self.stack = CMABStack(num_slots=num_slots, **sizes)
+        self._add_decoder()
         self._graphs = Graphs()
 
     def empty(self, batch: int = 1) -> AttentionState:
@@ -134,12 +101,10 @@ class CMANP(NeuralProcess):
     def decode(
         self, memory: Float[Tensor, "b depth l d"], xt: Float[Tensor, "b m x"]
     ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
-        return self._graphs.run(self, self._decode, memory, xt)
+        return self._graphs.run(self, self._decode_all, memory, xt)
 
-    def _decode(self, memory: Tensor, xt: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = self.embed_target(xt.to(memory.dtype))
-        mean, std = self.head(decode_levels(tokens, memory.unbind(1), self.cross, self.feed))
-        return mean, std
+    def _decode_all(self, memory: Tensor, xt: Tensor) -> tuple[Tensor, Tensor]:
+        return self._decode(memory.unbind(1), xt)
 
 
 class _Projection(nn.Module):

@@ -2,10 +2,11 @@
 
 from constmem.plots.curves import (
     Fit,
+    Panel,
     calibration_curve,
     function_fits,
     learning_curve,
-    memory_curve,
+    panels_of_lines,
     predicted_against_true,
 )
 from constmem.plots.events import Timeline, confusion_picture, fit_picture, hazard_picture, sequence_picture
@@ -18,6 +19,7 @@ __all__ = [
     "RED",
     "Completion",
     "Fit",
+    "Panel",
     "Timeline",
     "calibration_curve",
     "completion_grid",
@@ -26,8 +28,8 @@ __all__ = [
     "function_fits",
     "hazard_picture",
     "learning_curve",
-    "memory_curve",
     "model_grid",
+    "panels_of_lines",
     "predicted_against_true",
     "pyplot",
     "save_figure",

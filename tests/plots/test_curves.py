@@ -54,8 +54,14 @@ def test_f_of_y_is_uniform_where_predictions_are_true() -> None:
 
 
 def test_memory_and_predictions_are_drawn_as_given(drawn: list[Any]) -> None:
-    plots.memory_curve([10, 100], {"state": [1e6, 1e6], "points": [1e6, 1e7]}, "memory.png", title="")
-    assert [line.get_ydata().tolist() for line in drawn[0].axes[0].lines] == [[1.0, 1.0], [1.0, 10.0]]
+    seen, lines = [10, 100], {"state": ([10, 100], [1.0, 1.0]), "points": ([10, 100], [1.0, 10.0])}
+    panels = plots.Panel("memory", lines, low=0), plots.Panel("inside", {"points": (seen, [8, 9])}, level=9)
+    plots.panels_of_lines(panels, "memory.png", title="")
+    memory, inside = drawn[0].axes
+    assert [list(line.get_ydata()) for line in memory.lines] == [[1.0, 1.0], [1.0, 10.0]]
+    assert [list(line.get_ydata()) for line in inside.lines] == [[8, 9], [9, 9]]
+    assert inside.lines[0].get_color() == memory.lines[1].get_color() != memory.lines[0].get_color()
+    assert memory.get_ylim()[0] == 0
     true, mean, std = torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.5]), torch.tensor([0.1, 0.2])
     plots.predicted_against_true(true, mean, std, "p.png", title="")
     assert drawn[1].axes[0].lines[1].get_ydata().tolist() == [0.5, 0.5]
