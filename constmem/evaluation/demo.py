@@ -16,7 +16,7 @@ from constmem import plots
 from constmem.data import POWER_PLANT, image_points, load_images, power_plant
 from constmem.evaluation.pictures import completions
 from constmem.neural_processes import CMANP
-from constmem.stream import Stream
+from constmem.streams.stream import Stream
 from constmem.tabular.estimators import StreamingRegressor
 from constmem.training.log import progress
 

@@ -31,7 +31,7 @@ from constmem.models import title_of as model_name
 from constmem.neural_processes import NeuralProcess
 from constmem.plots import Completion, Fit, Timeline
 from constmem.point_processes import PointProcess
-from constmem.stream import Stream
+from constmem.streams.stream import Stream
 from constmem.training.folder import own_data
 from constmem.training.sources import Source
 
