@@ -30,6 +30,9 @@ class Model(nn.Module, ABC):
 
     name: ClassVar[str]
     older: ClassVar[Mapping[str, Any]] = {}  # settings that earlier versions did not write, as they were then
+    newer: ClassVar[
+        Mapping[str, Any]
+    ] = {}  # options that earlier versions had not, as they are when not used
 
     config: dict[str, Any]  # what the constructor was called with, and its defaults
 
@@ -38,7 +41,10 @@ class Model(nn.Module, ABC):
         model = super().__new__(cls)
         bound = inspect.signature(cls.__init__).bind_partial(model, **settings)
         bound.apply_defaults()
-        object.__setattr__(model, "config", dict(list(bound.arguments.items())[1:]))
+        chosen = dict(list(bound.arguments.items())[1:])
+        for key in [key for key, unused in cls.newer.items() if chosen[key] == unused]:
+            del chosen[key]  # a model without them is the one it was, by the same fingerprint
+        object.__setattr__(model, "config", chosen)
         return model
 
     def __init__(self, *, config: dict[str, Any] | None = None) -> None:  # noqa: ARG002

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.distributions import Distribution
 
 from constmem.core.algebra import accumulator, bias_of
 from constmem.core.checks import positive
@@ -29,7 +28,7 @@ from constmem.neural_processes.encoders import (
     paired,
     pool,
 )
-from constmem.neural_processes.heads import AnyStd, SampleMixture, logmeanexp, normal
+from constmem.neural_processes.heads import AnyStd, logmeanexp, normal
 from constmem.neural_processes.points import mean_of_real
 from constmem.neural_processes.stored import StoredPoints, StoringProcess
 
@@ -73,9 +72,6 @@ class BootstrapProcess(StoringProcess[M]):
     ) -> tuple[Float[Tensor, "b m k y"], Float[Tensor, "b m k y"]]:
         mean, std = self._decode_versions(memory, xt.to(self.dtype))
         return mean[:, :, 1:], std[:, :, 1:]
-
-    def distribution(self, mean: Tensor, std: Tensor) -> Distribution:
-        return SampleMixture(mean, std)
 
     def loss_noise(
         self, xc: Float[Tensor, "b n x"], *, generator: torch.Generator | None = None

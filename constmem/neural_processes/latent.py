@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.distributions import Distribution, Normal
+from torch.distributions import Normal
 
 from constmem.core.checks import positive
 from constmem.core.fold import Chunk, joined
@@ -22,7 +22,7 @@ from constmem.core.memory import Needs
 from constmem.core.state import AttentionState
 from constmem.neural_processes.base import NeuralProcess
 from constmem.neural_processes.encoders import AttentiveEncoder, Keyed, PointDecoder, PoolingPair
-from constmem.neural_processes.heads import AnyStd, SampleMixture, logmeanexp, normal
+from constmem.neural_processes.heads import AnyStd, logmeanexp, normal
 from constmem.neural_processes.points import S, slices
 from constmem.neural_processes.stored import StoredPoints, StoringProcess
 
@@ -94,9 +94,6 @@ class LatentProcess(NeuralProcess[S, Sampled]):
         seen = self._represent(memory.context, xt)
         mean, std = self.decoder(xt[:, :, None], seen[:, :, None], memory.z[:, None])
         return mean, std
-
-    def distribution(self, mean: Tensor, std: Tensor) -> Distribution:
-        return SampleMixture(mean, std)
 
     def loss_noise(
         self, xc: Float[Tensor, "b n x"], *, generator: torch.Generator | None = None

@@ -69,6 +69,7 @@ class PointRecipe(Recipe):
             evaluation asks for targets there).
         augment: what is done to training images: "mirror" (left and right) or "turn" (any of the eight
             symmetries of the square), each to half of them.
+        matern: share of Gaussian-process tasks whose kernel is Matern 5/2; the protocol's are all RBF.
         jitter: of a table of one's own, noise on its inputs in training, in standard deviations.
     """
 
@@ -77,6 +78,7 @@ class PointRecipe(Recipe):
     num_targets: int = _of("images", "table", default=200)
     skew: float = _of("images", "table", default=1.0)
     augment: Literal["none", "mirror", "turn"] = _of("images", default="none")
+    matern: float = _of("gp", default=0.0)
     jitter: float = _of("table", default=0.0)
 
 
@@ -259,6 +261,8 @@ def _require_sound(recipe: Recipe) -> None:
     for key, value in numbers.items():
         if key in ("steps", "batch", "validate_every", "max_points", "num_targets"):
             good, wanted = value >= 1, "1 or more"
+        elif key == "matern":
+            good, wanted = 0 <= value <= 1, "between 0 and 1"
         elif key == "reads":
             good, wanted = 0 < value <= 1, "above 0 and at most 1"
         elif key in ("lr", "skew"):
