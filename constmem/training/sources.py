@@ -217,6 +217,7 @@ def _gp(recipe: PointRecipe, device: torch.device) -> Source[Task]:
             if size:
                 yield from tasks(kernel, 1, 200 * size // recipe.batch)
 
+    tests: dict[str, Callable[[], Iterator[Task]]]
     tests = {kernel: partial(tasks, kernel, 0, 3000) for kernel in get_args(data.Kernel)}
     statement = "Gaussian processes drawn from the protocol's prior"
     if matern:
