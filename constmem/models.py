@@ -47,8 +47,8 @@ _CMANP: dict[str, dict[str, Any]] = {
         "embed_depth": 3, "residual": "raw",
     },
     "small": {"dim": 32, "depth": 3, "num_slots": 32, "num_latents": 32, "hidden": 64},
-    "moments": {"moments": 128},  # and Bayesian linear regressions from them: for smooth functions
     "matched": {"depth": 3, "hidden": 160},  # as many parameters as LBANP, within one in a hundred
+    "moments": {"moments": 128},  # and Bayesian linear regressions from them: for smooth functions
 }  # fmt: skip
 
 MODELS = {  # in the order of tables

@@ -100,7 +100,7 @@ class Moments:
         factors = torch.as_tensor(factor, dtype=torch.float64, device=self.count.device)
         if not bool(((factors > 0.0) & (factors <= 1.0)).all()):
             raise ValueError(f"decay takes a factor above 0 and at most 1, not {factor}")
-        return self.mapped(lambda t: t * factors.reshape(*factors.shape, *[1] * (t.ndim - factors.ndim)))
+        return self.mapped(lambda t: t * factors.reshape((*factors.shape, *[1] * (t.ndim - factors.ndim))))
 
     def to(self, device: torch.device | str) -> "Moments":
         """The same state on another device."""

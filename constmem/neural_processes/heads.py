@@ -130,6 +130,8 @@ class SampleMixture(Distribution):
 
     def joint_log_prob(self, value: Float[Tensor, "b m y"]) -> Float[Tensor, " b"]:
         """Of all points of a task together, which are of one component."""
+        if value.shape[1] == 0:
+            return value.new_zeros(value.shape[0])
         each: Tensor = self.components.log_prob(value[..., None, :]).sum((1, 3))
         return (each + self.log_weight[:, 0]).logsumexp(-1)
 
