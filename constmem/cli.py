@@ -59,12 +59,11 @@ Split = Annotated[str | None, typer.Option(help=f"{_OWN}split by sequence (the d
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path("demo-out"),
-    steps: Annotated[int | None, typer.Option(help="Stop training early, for a quick look.")] = None,
 ) -> None:
-    """Train a small model on real digits, stream pixels into it, and draw what it sees."""
+    """Learn a power plant's rows as a stream, beside a forest; complete digits; draw both."""
     from constmem.evaluation.demo import demo as run
 
-    run(out, steps=steps)
+    run(out)
 
 
 @app.command()

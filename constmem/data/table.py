@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float64, Int64
+from numpy.typing import NDArray
 from torch import Tensor
 
 from constmem.core.checks import known
@@ -21,6 +22,7 @@ from constmem.core.files import read_tensors, write_tensors
 Lines = Iterator[tuple[int, list[str]]]
 KIND, VERSION = "constmem.table", 1
 LEAST_ROWS, LEAST_GROUPS = 50, 5
+POWER_PLANT = Path(__file__).parent / "power_plant.csv"  # its licence is beside it
 LARGEST = 1e18  # in size: squares of what is larger do not fit into float32
 TOO_LARGE = "numbers beyond 1e18 in size cannot be learned from; use a larger unit or leave the row out"
 NO_NUMBER = (
@@ -29,6 +31,15 @@ NO_NUMBER = (
 )
 MOST_HEADER = 2**20  # letters of a CSV file's first line
 OPEN_ENDED = "comma_separated_list_of_features"  # JODIE's last column: rows may have any number of these
+
+
+def power_plant() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """9,568 hours of a power plant: weather and vacuum, and megawatts (Tüfekci and Kaya 2014, CC BY 4.0).
+
+    The rows come with the package, in `power_plant.csv`, in random order; what they are is written beside it.
+    """
+    rows = np.loadtxt(POWER_PLANT, delimiter=",", skiprows=1)
+    return rows[:, :-1], rows[:, -1]
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import reduce
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from jaxtyping import Float
@@ -12,35 +12,29 @@ from torch.utils.checkpoint import checkpoint
 from constmem.core import checks
 from constmem.core.block import CMABStack
 from constmem.core.fold import Chunk, fold, fused_fold
-from constmem.core.layers import MLP, CrossAttention, FeedForward, Residual, keep_variance
+from constmem.core.layers import MLP, keep_variance
 from constmem.core.moments import Moments
 from constmem.core.observation import Observation
 from constmem.core.product import Product
 from constmem.kernels import Graphs
-from constmem.neural_processes.base import NeuralProcess
-from constmem.neural_processes.heads import Corrected, Gaussian, Std, decode_levels
+from constmem.neural_processes.heads import Corrected
 from constmem.neural_processes.regression import Posterior, Regression
+from constmem.neural_processes.transformers import LevelProcess, LevelSettings
 
 
-class CMANP(NeuralProcess[Any, Any]):
+class CMANP(LevelProcess[Any, Any]):
     """A neural process in constant memory: conditioning, updating, and (training's) gradients too.
 
     The defaults are the paper's sizes.
 
     Args:
-        dim_x, dim_y: channels of inputs and outputs.
-        dim: width of all tokens.
-        depth: number of blocks, and of decoder layers.
         num_slots: learned queries a block looks at the data with; they size the state.
         num_latents: vectors the blocks hand to each other.
-        hidden: width inside feed-forward layers and the predictor.
-        embed_depth: layers of the two embedding MLPs.
-        residual: "normed" as in the published models, or "raw".
-        std: "bounded" (at least 0.05) or "exp".
         moments: how many features' products it remembers beside the slots; none as published. With them it
             predicts by `experts` Bayesian linear regressions, which the slots correct: a mixture of normals
-            instead of one. A state is then a `Product`. For smooth functions of a few inputs.
+            instead of one, from a `Product` of states. For smooth functions of a few inputs.
         experts: how many regressions.
+        settings: those of `LevelProcess`; `depth` is the number of blocks, and of decoder layers.
 
     Example:
         >>> model = CMANP(dim_x=1, dim_y=1, dim=16, depth=2, num_slots=8, num_latents=8).eval()
@@ -60,51 +54,28 @@ class CMANP(NeuralProcess[Any, Any]):
     def __init__(
         self,
         *,
-        dim_x: int,
-        dim_y: int,
-        dim: int = 64,
-        depth: int = 6,
         num_slots: int = 128,
         num_latents: int = 128,
-        num_heads: int = 4,
-        hidden: int = 128,
-        embed_depth: int = 4,
-        residual: Residual = "normed",
-        std: Std = "bounded",
         moments: int = 0,
         experts: int = 32,
+        **settings: Unpack[LevelSettings],
     ) -> None:
-        super().__init__(dim_x=dim_x, dim_y=dim_y)
+        super().__init__(**settings)
         checks.positive("num_latents", num_latents)
-        self.embed = MLP(dim_in=dim_x + dim_y, dim_hidden=dim, dim_out=dim, depth=embed_depth)
-        self.embed_target = MLP(dim_in=dim_x, dim_hidden=dim, dim_out=dim, depth=embed_depth)
-        self.latents = nn.Parameter(torch.randn(num_latents, dim))
-        self.stack = CMABStack(
-            depth=depth,
-            dim=dim,
-            num_slots=num_slots,
-            num_heads=num_heads,
-            hidden=hidden,
-            residual=residual,
-        )
-        self.cross = nn.ModuleList(
-            CrossAttention(dim=dim, num_heads=num_heads, residual=residual) for _ in range(depth)
-        )
-        self.feed = nn.ModuleList(
-            FeedForward(dim=dim, hidden=hidden, residual=residual) for _ in range(depth)
-        )
-        self.head: Gaussian | Corrected
+        self.latents = nn.Parameter(torch.randn(num_latents, self.config["dim"]))
+        sizes = self._set("depth", "dim", "num_heads", "hidden", "residual")
+        self.stack = CMABStack(num_slots=num_slots, **sizes)
+        self._add_decoder()
         self.regression: Regression | None = None
         if moments:
-            self.regression = Regression(dim_x=dim_x, features=moments, experts=experts)
-            self.recall = keep_variance(nn.Linear(experts * (dim_y + 2), dim))
+            dim = self.config["dim"]
+            self.regression = Regression(dim_x=self.dim_x, features=moments, experts=experts)
+            self.recall = keep_variance(nn.Linear(experts * (self.dim_y + 2), dim))
             self.weigh = nn.Linear(dim, experts)
-            nn.init.zeros_(self.weigh.weight)
-            nn.init.zeros_(self.weigh.bias)
-            self.head = Corrected(dim=dim, hidden=hidden, dim_y=dim_y, std=std)
+            for part in (self.weigh.weight, self.weigh.bias):
+                nn.init.zeros_(part)
+            self.head = Corrected(**self._set("dim", "hidden", "std"), dim_y=self.dim_y)
             self.state_type = Product
-        else:
-            self.head = Gaussian(dim=dim, hidden=hidden, dim_y=dim_y, std=std)
         self._graphs = Graphs()
 
     def empty(self, batch: int = 1) -> Any:
@@ -173,14 +144,12 @@ class CMANP(NeuralProcess[Any, Any]):
 
     def decode(self, memory: Any, xt: Float[Tensor, "b m x"]) -> tuple[Tensor, ...]:
         if self.regression is None:
-            return self._graphs.run(self, self._decode, memory, xt)
+            return self._graphs.run(self, self._decode_all, memory, xt)
         found: tuple[Tensor, ...] = self._graphs.run(self, self._decode_experts, *memory, xt)
         return found
 
-    def _decode(self, memory: Tensor, xt: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = self.embed_target(xt.to(memory.dtype))
-        mean, std = self.head(decode_levels(tokens, memory.unbind(1), self.cross, self.feed))
-        return mean, std
+    def _decode_all(self, memory: Tensor, xt: Tensor) -> tuple[Tensor, Tensor]:
+        return self._decode(memory.unbind(1), xt)
 
     def _decode_experts(self, latents: Tensor, *posterior_and_xt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert self.regression is not None
@@ -189,8 +158,8 @@ class CMANP(NeuralProcess[Any, Any]):
         mean, std = self.regression(posterior, xt)
         log_weight = posterior.evidence[:, None].expand(-1, xt.shape[1], -1)
         known = torch.cat([mean.flatten(2), std.log().flatten(2), log_weight.exp()], -1)
-        tokens = self.embed_target(xt.to(latents.dtype)) + self.recall(known.to(latents.dtype))
-        tokens = decode_levels(tokens, latents.unbind(1), self.cross, self.feed)
+        tokens = self.embed_target(xt.to(self.dtype)) + self.recall(known.to(self.dtype))
+        tokens = self._attended(tokens, latents.unbind(1))
         found = *self.head(tokens, mean, std), log_weight
         wide = torch.promote_types(self.dtype, torch.float32)
         return found[0].to(wide), found[1].to(wide), found[2].to(wide)

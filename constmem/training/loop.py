@@ -23,7 +23,7 @@ from constmem.data import EventLog, Table
 from constmem.neural_processes import Scales
 from constmem.neural_processes.points import PointModel
 from constmem.training import capture
-from constmem.training.folder import CHECKPOINT, InterruptedRunError, Keeper, claimed, describe
+from constmem.training.folder import CHECKPOINT, Keeper, StoppedError, claimed, describe
 from constmem.training.log import Log, Losses, progress
 from constmem.training.muon import Muon
 from constmem.training.recipes import SAID_BY_DATA, EventRecipe, PointRecipe, Recipe
@@ -138,7 +138,9 @@ def train(
                 saved = time.monotonic()
                 log.peak(done, peak())
             if interrupted:
-                raise InterruptedRunError(done)
+                raise StoppedError(
+                    f"stopped by a signal after step {done}; go on by the same command with --resume"
+                )
     return out
 
 
