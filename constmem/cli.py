@@ -11,8 +11,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from constmem import __version__, cli_tables
+from constmem.core.registry import EVENTS, POINTS, with_variants
 from constmem.data import catalogue
-from constmem.models import EVENTS, POINTS, with_variants
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 data_app = typer.Typer(help="Data sets: what is there, and how to prepare what is not.", no_args_is_help=True)

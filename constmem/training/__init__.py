@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from constmem.core.registry import of_events
 from constmem.data import DATASETS, EventLog, Table
-from constmem.models import of_events
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
 from constmem.training.loop import LOG_EVERY, Run, train
