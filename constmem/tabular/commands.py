@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from constmem.tabular.answers import mixed_log_density
 from constmem.tabular.estimators import StreamingClassifier, StreamingRegressor
 from constmem.tabular.files import Chunk, TableFile, table_file
 from constmem.tabular.frames import Kind, missing
-from constmem.tabular.inputs import frame_of
 from constmem.tabular.saving import load
 from constmem.tabular.writing import free, writing
 
@@ -252,7 +250,7 @@ def _sums(estimator: Estimator, x: dict[str, NDArray[Any]], y: NDArray[Any]) -> 
             "log_loss": float(-np.log(np.maximum(given, 1e-6)).sum()),
         }
     mean = estimator.predict(x)
-    density = mixed_log_density(*estimator.learner_.answers(frame_of(x)), y.reshape(len(y), -1))
+    density = estimator.log_density(x, y)
     ends = estimator.predict_interval(x, COVERAGE)
     inside = (y >= ends[..., 0]) & (y <= ends[..., 1])
     count = y.size / len(y)

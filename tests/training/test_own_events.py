@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from constmem import plots
 from constmem.data import EventLog, Events
+from constmem.evaluation import pictures
 from constmem.evaluation.pictures import plot_runs
 from constmem.evaluation.runs import evaluate_run, print_runs
 from constmem.point_processes import CMHP
@@ -293,8 +293,10 @@ def test_a_run_on_a_file_is_trained_scored_drawn_and_needs_the_file_no_more(
     assert "shop.csv" in shown
     assert f"{row.scores['test'].survival_nll:.3f}" in shown
     names: list[Any] = []
-    draw = plots.confusion_picture
-    monkeypatch.setattr(plots, "confusion_picture", lambda *a, **k: names.append(k["names"]) or draw(*a, **k))
+    draw = pictures.confusion_picture
+    monkeypatch.setattr(
+        pictures, "confusion_picture", lambda *a, **k: names.append(k["names"]) or draw(*a, **k)
+    )
     assert [path.suffix for path in plot_runs([tmp_path / "run"])] == [".png"] * 5
     assert names == [["buy", "cart", "look"]]
     about = json.loads((tmp_path / "run" / "run.json").read_text())["run"]
