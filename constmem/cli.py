@@ -10,8 +10,8 @@ import typer
 
 from constmem import __version__
 from constmem.core.progress import counted
+from constmem.core.registry import EVENTS, POINTS, with_variants
 from constmem.data import catalogue
-from constmem.models import EVENTS, POINTS, with_variants
 from constmem.tabular import command_line
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

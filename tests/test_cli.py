@@ -14,9 +14,9 @@ import torch
 import constmem
 from constmem import cli
 from constmem.cli import train
+from constmem.core.registry import EVENTS, POINTS, with_variants
 from constmem.data import DATASETS, power_plant
 from constmem.evaluation.demo import demo, power_stream
-from constmem.models import EVENTS, POINTS, with_variants
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

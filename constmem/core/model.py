@@ -18,7 +18,7 @@ from constmem.core.files import read_json, read_tensors, write_tensors, write_te
 from constmem.core.identity import Snapshot
 
 SHIPPED = {
-    path.parent.name: path.parent for path in Path(__file__).parents[1].glob("pretrained/*/config.json")
+    path.parent.name: path.parent for path in Path(__file__).parents[1].glob("*/pretrained/*/config.json")
 }
 KIND, VERSION = "constmem.model", 1
 CONFIG, WEIGHTS, ABOUT = "config.json", "model.safetensors", "about.json"

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from constmem.core import checks
+from constmem.core.registry import of_events
 from constmem.data import EventLog, Events
 from constmem.data.catalogue import SECONDS
 from constmem.data.event_rows import NONE, labelled_sequences
-from constmem.models import of_events
 from constmem.point_processes import PointProcess
 from constmem.tabular.files import Chunk
 from constmem.tabular.writing import free, writing

@@ -11,6 +11,7 @@ from jaxtyping import Float64, UInt8
 from torch import Tensor
 
 from constmem.core import checks
+from constmem.core.registry import title_of as model_name
 from constmem.data import (
     EventLog,
     Events,
@@ -26,7 +27,6 @@ from constmem.data.catalogue import DATASETS, title_of
 from constmem.evaluation.events import mark_confusion, rescaled_times
 from constmem.evaluation.points import pit_values
 from constmem.evaluation.runs import metrics_of, open_run
-from constmem.models import title_of as model_name
 from constmem.neural_processes import NeuralProcess
 from constmem.plots.curves import (
     Fit,

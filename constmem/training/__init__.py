@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from constmem.core.registry import of_events
 from constmem.data import DATASETS, EventLog, Table
 from constmem.data.event_rows import NONE
-from constmem.models import of_events
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
 from constmem.training.folder import RUN, StoppedError, read_run

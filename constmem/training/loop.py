@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from constmem import models, neural_processes, point_processes
-from constmem.core import checks
+from constmem import neural_processes, point_processes
+from constmem.core import checks, registry
 from constmem.core.checks import known
 from constmem.core.memory import Peak
 from constmem.core.model import Model
@@ -48,8 +48,8 @@ class Run:
 
 def build(run: Run) -> Any:
     """A freshly initialised model, the same for the same seed."""
-    models.settings_of(run.model)  # refuses an unknown variant
-    entry = models.entry_of(run.model)
+    registry.settings_of(run.model)  # refuses an unknown variant
+    entry = registry.entry_of(run.model)
     kind = (point_processes if entry.of_events else neural_processes).MODELS[entry.name]
     _require_settings(entry.name, kind, run.recipe.model)
     with torch.random.fork_rng(devices=[]):

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from math import inf
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from constmem import models
+from constmem.core import registry
 from constmem.core.checks import known
+from constmem.core.registry import CNP_FAMILY, PAPER_CMHP, of_events, settings_of
 from constmem.data.catalogue import DATASETS
-from constmem.models import CNP_FAMILY, PAPER_CMHP, of_events, settings_of
 
 NAMES = ("improved", "faithful")
 SAID_BY_DATA = ("model.dim_x", "model.dim_y", "model.num_marks")
@@ -123,7 +123,7 @@ def recipe(dataset: str, model: str, name: str = "improved") -> PointRecipe | Ev
         raise ValueError(
             f"{dataset!r} is a data set of {'events' if data.of_events else 'points'}: "
             f"{model.partition('-')[0]!r} is no model of those, but "
-            f"{', '.join(models.EVENTS if data.of_events else models.POINTS)} are"
+            f"{', '.join(registry.EVENTS if data.of_events else registry.POINTS)} are"
         )
     return _events(dataset, model, name) if data.of_events else _points(dataset, model, name)
 
@@ -192,7 +192,7 @@ def table_recipe(model: str, *, dim_x: int, dim_y: int, rows: int, grouped: bool
 def event_recipe(model: str, *, num_marks: int) -> EventRecipe:
     """Settings to start from with events of one's own."""
     if not of_events(model):
-        raise ValueError(f"{model!r} is no model of events, but {', '.join(models.EVENTS)} are")
+        raise ValueError(f"{model!r} is no model of events, but {', '.join(registry.EVENTS)} are")
     return replace(
         _event_model(model, num_marks, "improved"), steps=600 if _is_cmhp(model) else 1000, batch=32
     )

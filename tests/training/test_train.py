@@ -16,8 +16,8 @@ import torch
 from constmem.core.files import read_tensors, write_tensors
 from constmem.core.model import KIND, VERSION
 from constmem.core.progress import progress
+from constmem.core.registry import MODELS
 from constmem.data import DATASETS
-from constmem.models import MODELS
 from constmem.neural_processes import CMANP, NeuralProcess
 from constmem.neural_processes import MODELS as NEURAL_PROCESSES
 from constmem.training import folder as run_folder
