@@ -101,10 +101,10 @@ class CMANP(LevelProcess[AttentionState, Tensor]):
     def decode(
         self, memory: Float[Tensor, "b depth l d"], xt: Float[Tensor, "b m x"]
     ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
-        return self._graphs.run(self, self._decode_all, memory, xt)
+        return self._graphs.run(self, self._decode, memory, xt)
 
-    def _decode_all(self, memory: Tensor, xt: Tensor) -> tuple[Tensor, Tensor]:
-        return self._decode(memory.unbind(1), xt)
+    def _decode(self, memory: Tensor, xt: Tensor) -> tuple[Tensor, Tensor]:
+        return self._decode_levels(memory.unbind(1), xt)
 
 
 class _Projection(nn.Module):
