@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from constmem.core.progress import progress
 from constmem.data import POWER_PLANT, image_points, load_images, power_plant
 from constmem.evaluation.pictures import completions
 from constmem.neural_processes import CMANP
@@ -19,7 +20,6 @@ from constmem.plots.curves import Panel, panels_of_lines
 from constmem.plots.images import completion_grid
 from constmem.stream import Stream
 from constmem.tabular.estimators import StreamingRegressor
-from constmem.training.log import progress
 
 ROWS, CHUNK = 8000, 1000  # of the power plant's hours to learn; the others are held out
 OURS, FOREST = "StreamingRegressor", "random forest"

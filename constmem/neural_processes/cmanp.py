@@ -144,12 +144,12 @@ class CMANP(LevelProcess[Any, Any]):
 
     def decode(self, memory: Any, xt: Float[Tensor, "b m x"]) -> tuple[Tensor, ...]:
         if self.regression is None:
-            return self._graphs.run(self, self._decode_all, memory, xt)
+            return self._graphs.run(self, self._decode, memory, xt)
         found: tuple[Tensor, ...] = self._graphs.run(self, self._decode_experts, *memory, xt)
         return found
 
-    def _decode_all(self, memory: Tensor, xt: Tensor) -> tuple[Tensor, Tensor]:
-        return self._decode(memory.unbind(1), xt)
+    def _decode(self, memory: Tensor, xt: Tensor) -> tuple[Tensor, Tensor]:
+        return self._decode_levels(memory.unbind(1), xt)
 
     def _decode_experts(self, latents: Tensor, *posterior_and_xt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert self.regression is not None

@@ -32,9 +32,7 @@ class TokenSettings(TypedDict, total=False):
 
 
 class TokenProcess(NeuralProcess[S, M]):
-    """A model that makes a token of every point, and layers of attention among tokens.
-
-    The defaults are the published sizes.
+    """A model that makes a token of every point, with attention among tokens; by default as published.
 
     Args:
         dim_x, dim_y: channels of inputs and outputs.
@@ -100,7 +98,7 @@ class LevelProcess(TokenProcess[S, M]):
         self.feed = nn.ModuleList(self._feed() for _ in range(depth))
         self.head: nn.Module = Gaussian(**self._set("dim", "hidden", "std"), dim_y=self.dim_y)
 
-    def _decode(
+    def _decode_levels(
         self,
         levels: Iterable[Float[Tensor, "b n d"]],
         xt: Float[Tensor, "b m x"],
@@ -175,7 +173,7 @@ class LBANP(LevelProcess[StoredPoints, Tensor], StoringProcess[Tensor]):
     def decode(
         self, memory: Float[Tensor, "b depth l d"], xt: Float[Tensor, "b m x"]
     ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
-        return self._decode(memory.unbind(1), xt)
+        return self._decode_levels(memory.unbind(1), xt)
 
 
 class TNPD(TokenProcess[StoredPoints, Levels], StoringProcess[Levels]):
@@ -255,12 +253,15 @@ class _Layer(nn.Module):
         context: Float[Tensor, "b n d"],
         mask: Bool[Tensor, "b n"] | None,
     ) -> Float[Tensor, "b m d"]:
+        q, k, v = self.project(x, context)
+        x = self.norm(x + self.out(layers.attend(q, k, v, mask).transpose(1, 2).flatten(2)))
+        return self.norm_feed(x + self.contract(F.relu(self.expand(x))))  # type: ignore[no-any-return]
+
+    def project(self, x: Tensor, context: Tensor) -> list[Float[Tensor, "b h n c"]]:
         dim, weight, bias = x.shape[-1], self.query_key_value.weight, self.query_key_value.bias
         q = F.linear(x, weight[:dim], bias[:dim])
         k, v = F.linear(context, weight[dim:], bias[dim:]).chunk(2, -1)
-        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))  # (b, h, n, c)
-        x = self.norm(x + self.out(layers.attend(q, k, v, mask).transpose(1, 2).flatten(2)))
-        return self.norm_feed(x + self.contract(F.relu(self.expand(x))))  # type: ignore[no-any-return]
+        return [t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v)]
 
 
 class EQTNP(LevelProcess[StoredPoints, Levels], StoringProcess[Levels]):
@@ -303,4 +304,4 @@ class EQTNP(LevelProcess[StoredPoints, Levels], StoringProcess[Levels]):
     def decode(
         self, memory: Levels, xt: Float[Tensor, "b m x"]
     ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
-        return self._decode(memory.tokens, xt, memory.mask)
+        return self._decode_levels(memory.tokens, xt, memory.mask)

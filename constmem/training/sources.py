@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from constmem import data
+from constmem.core.progress import counted
 from constmem.data import DATASETS, EventLog, Events, Images, Table, TableTasks, Task
 from constmem.neural_processes import NeuralProcess, Scales
 from constmem.point_processes import PointProcess
-from constmem.training.log import counted
 from constmem.training.recipes import EventRecipe, PointRecipe
 
 HELD_OUT = 1000  # training images set aside to validate on

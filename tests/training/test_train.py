@@ -15,6 +15,7 @@ import torch
 
 from constmem.core.files import read_tensors, write_tensors
 from constmem.core.model import KIND, VERSION
+from constmem.core.progress import progress
 from constmem.core.registry import MODELS
 from constmem.data import DATASETS
 from constmem.neural_processes import CMANP, NeuralProcess
@@ -23,7 +24,7 @@ from constmem.training import folder as run_folder
 from constmem.training import loop as train
 from constmem.training import recipes, sources
 from constmem.training.folder import StoppedError
-from constmem.training.log import Log, progress
+from constmem.training.log import Log
 from constmem.training.loop import Run
 from constmem.training.muon import Muon
 from constmem.training.recipes import EventRecipe, PointRecipe, changed, recipe
