@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from constmem.evaluation.demo import power_picture, power_stream
-from constmem.plots.figure import BLUE, GREY, RED, bare, pyplot, save_figure
+from constmem.plots import BLUE, GREY, RED, bare, pyplot, save_figure
 
 DOCS = Path(__file__).parents[1] / "docs"
 LEARNED, DATA, STATE, READ = "#eceff4", "#dbe9f8", "#ffe8cc", "#ffffff"

@@ -70,7 +70,7 @@ def test_wheel_and_sdist_hold_the_package_and_nothing_else(built: Path) -> None:
     shipped = (
         "py.typed",
         "kernels/native.cpp",
-        "pretrained/emnist/model.safetensors",
+        "neural_processes/pretrained/emnist/model.safetensors",
         "data/power_plant.csv",
         "data/power_plant.LICENSE.md",
     )

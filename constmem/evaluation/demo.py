@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from constmem import plots
+from constmem.core.progress import progress
 from constmem.data import POWER_PLANT, image_points, load_images, power_plant
 from constmem.evaluation.pictures import completions
 from constmem.neural_processes import CMANP
-from constmem.stream import Stream
+from constmem.plots.curves import Panel, panels_of_lines
+from constmem.plots.images import completion_grid
+from constmem.streams.stream import Stream
 from constmem.tabular.estimators import StreamingRegressor
-from constmem.training.log import progress
 
 ROWS, CHUNK = 8000, 1000  # of the power plant's hours to learn; the others are held out
 OURS, FOREST = "StreamingRegressor", "random forest"
@@ -127,12 +128,12 @@ def power_picture(found: list[Moment], path: Path) -> Path:
     )
     inside = {OURS: (seen, [100 * moment.inside for moment in found])}
     panels = (
-        plots.Panel("error on new hours (RMSE, MW)", errors),
-        plots.Panel("new hours inside 90 % intervals (%)", inside, level=90, low=70, high=100),
-        plots.Panel("held in memory (MB)", held, low=0),
-        plots.Panel("processor time so far (s)", seconds, low=0),
+        Panel("error on new hours (RMSE, MW)", errors),
+        Panel("new hours inside 90 % intervals (%)", inside, level=90, low=70, high=100),
+        Panel("held in memory (MB)", held, low=0),
+        Panel("processor time so far (s)", seconds, low=0),
     )
-    return plots.panels_of_lines(panels, path, title="Output of a power plant, learned from a stream")
+    return panels_of_lines(panels, path, title="Output of a power plant, learned from a stream")
 
 
 def _table(found: list[Moment]) -> Any:
@@ -154,7 +155,7 @@ def _digits(path: Path) -> tuple[Path, list[str]]:
     model = CMANP.from_pretrained("emnist")
     digits = like_emnist(load_images("digits", split="test").pixels[:20])
     title = "Digits of another data set, completed from a growing stream of pixels"
-    drawn = plots.completion_grid(completions(model, digits[1:5], PIXELS), digits[1:5], path, title=title)
+    drawn = completion_grid(completions(model, digits[1:5], PIXELS), digits[1:5], path, title=title)
     x, y = image_points(digits)
     order = torch.randperm(x.shape[1], generator=torch.Generator().manual_seed(0))
     hidden, stream, lines, done = order[PIXELS[-1] :], Stream(model, batch=len(x)), [], 0

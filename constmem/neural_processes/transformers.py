@@ -32,9 +32,7 @@ class TokenSettings(TypedDict, total=False):
 
 
 class TokenProcess(NeuralProcess[S, M]):
-    """A model that makes a token of every point, and layers of attention among tokens.
-
-    The defaults are the published sizes.
+    """A model that makes a token of every point, with attention among tokens; by default as published.
 
     Args:
         dim_x, dim_y: channels of inputs and outputs.
@@ -98,19 +96,27 @@ class LevelProcess(TokenProcess[S, M]):
         depth = self.config["depth"]
         self.cross = nn.ModuleList(self._cross() for _ in range(depth))
         self.feed = nn.ModuleList(self._feed() for _ in range(depth))
-        self.head = Gaussian(**self._set("dim", "hidden", "std"), dim_y=self.dim_y)
+        self.head: nn.Module = Gaussian(**self._set("dim", "hidden", "std"), dim_y=self.dim_y)
 
-    def _decode(
+    def _decode_levels(
         self,
         levels: Iterable[Float[Tensor, "b n d"]],
         xt: Float[Tensor, "b m x"],
         mask: Bool[Tensor, "b n"] | None = None,
     ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
         """Predictions at targets that attend to every level, and never see each other."""
-        tokens = self.embed_target(xt.to(self.dtype))
+        return self.head(self._attended(self.embed_target(xt.to(self.dtype)), levels, mask))  # type: ignore[no-any-return]
+
+    def _attended(
+        self,
+        tokens: Float[Tensor, "b m d"],
+        levels: Iterable[Float[Tensor, "b n d"]],
+        mask: Bool[Tensor, "b n"] | None = None,
+    ) -> Float[Tensor, "b m d"]:
+        """The tokens of targets after every level."""
         for level, attend_to, forward in zip(levels, self.cross, self.feed, strict=True):
             tokens = forward(attend_to(tokens, level, mask))
-        return self.head(tokens)  # type: ignore[no-any-return]
+        return tokens
 
 
 class LBANP(LevelProcess[StoredPoints, Tensor], StoringProcess[Tensor]):
@@ -167,7 +173,7 @@ class LBANP(LevelProcess[StoredPoints, Tensor], StoringProcess[Tensor]):
     def decode(
         self, memory: Float[Tensor, "b depth l d"], xt: Float[Tensor, "b m x"]
     ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
-        return self._decode(memory.unbind(1), xt)
+        return self._decode_levels(memory.unbind(1), xt)
 
 
 class TNPD(TokenProcess[StoredPoints, Levels], StoringProcess[Levels]):
@@ -193,7 +199,7 @@ class TNPD(TokenProcess[StoredPoints, Levels], StoringProcess[Levels]):
         super().__init__(**settings)
         dim, num_heads, hidden = (self.config[key] for key in ("dim", "num_heads", "hidden"))
         self.layers = nn.ModuleList(_Layer(dim, num_heads, hidden) for _ in range(self.config["depth"]))
-        self.head = Gaussian(**self._set("dim", "hidden", "std"), dim_y=self.dim_y, norm=False)
+        self.head: nn.Module = Gaussian(**self._set("dim", "hidden", "std"), dim_y=self.dim_y, norm=False)
 
     def needs(self, *, learning: bool) -> Needs:
         """`depth` levels and, in the last layer, a feed-forward; while learning, nine vectors a layer."""
@@ -247,12 +253,15 @@ class _Layer(nn.Module):
         context: Float[Tensor, "b n d"],
         mask: Bool[Tensor, "b n"] | None,
     ) -> Float[Tensor, "b m d"]:
+        q, k, v = self.project(x, context)
+        x = self.norm(x + self.out(layers.attend(q, k, v, mask).transpose(1, 2).flatten(2)))
+        return self.norm_feed(x + self.contract(F.relu(self.expand(x))))  # type: ignore[no-any-return]
+
+    def project(self, x: Tensor, context: Tensor) -> list[Float[Tensor, "b h n c"]]:
         dim, weight, bias = x.shape[-1], self.query_key_value.weight, self.query_key_value.bias
         q = F.linear(x, weight[:dim], bias[:dim])
         k, v = F.linear(context, weight[dim:], bias[dim:]).chunk(2, -1)
-        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))  # (b, h, n, c)
-        x = self.norm(x + self.out(layers.attend(q, k, v, mask).transpose(1, 2).flatten(2)))
-        return self.norm_feed(x + self.contract(F.relu(self.expand(x))))  # type: ignore[no-any-return]
+        return [t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v)]
 
 
 class EQTNP(LevelProcess[StoredPoints, Levels], StoringProcess[Levels]):
@@ -295,4 +304,4 @@ class EQTNP(LevelProcess[StoredPoints, Levels], StoringProcess[Levels]):
     def decode(
         self, memory: Levels, xt: Float[Tensor, "b m x"]
     ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
-        return self._decode(memory.tokens, xt, memory.mask)
+        return self._decode_levels(memory.tokens, xt, memory.mask)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from constmem.plots.figure import BLUE, DPI, GREY, RED, AnyPath, plain, pyplot, save_figure
+from constmem.plots import BLUE, DPI, GREY, RED, AnyPath, plain, pyplot, save_figure
 
 
 def learning_curve(entries: Sequence[Mapping[str, Any]], path: AnyPath, *, title: str) -> Path:
