@@ -18,11 +18,12 @@ from constmem.core.files import read_json, read_tensors, write_tensors, write_te
 from constmem.core.identity import Snapshot
 
 SHIPPED = {
-    path.parent.name: path.parent for path in Path(__file__).parents[1].glob("pretrained/*/config.json")
+    path.parent.name: path.parent for path in Path(__file__).parents[1].glob("*/pretrained/*/config.json")
 }
 KIND, VERSION = "constmem.model", 1
 CONFIG, WEIGHTS, ABOUT = "config.json", "model.safetensors", "about.json"
 AnyModel = TypeVar("AnyModel", bound="Model")
+_ANY = object()  # equal to no setting
 
 
 class Model(nn.Module, ABC):
@@ -30,15 +31,22 @@ class Model(nn.Module, ABC):
 
     name: ClassVar[str]
     older: ClassVar[Mapping[str, Any]] = {}  # settings that earlier versions did not write, as they were then
+    newer: ClassVar[Mapping[str, Any]] = {}  # options that earlier versions had not, as they are when unused
 
     config: dict[str, Any]  # what the constructor was called with, and its defaults
+    __signature__: ClassVar[inspect.Signature]  # all settings, as `help` and editors show them
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__signature__ = inspect.Signature(_settings(cls))
 
     def __new__(cls: type[AnyModel], *_: Any, **settings: Any) -> AnyModel:
         """A model that knows its settings before its constructor runs; a copy is given them afterwards."""
         model = super().__new__(cls)
-        bound = inspect.signature(cls.__init__).bind_partial(model, **settings)
+        bound = cls.__signature__.bind_partial(**settings)
         bound.apply_defaults()
-        object.__setattr__(model, "config", dict(list(bound.arguments.items())[1:]))
+        chosen = {key: value for key, value in bound.arguments.items() if value != cls.newer.get(key, _ANY)}
+        object.__setattr__(model, "config", chosen)  # of a model without them: as earlier versions wrote it
         return model
 
     def __init__(self, *, config: dict[str, Any] | None = None) -> None:  # noqa: ARG002
@@ -163,6 +171,10 @@ class Model(nn.Module, ABC):
 
     # Inside
 
+    def _set(self, *names: str) -> dict[str, Any]:
+        """Some of the settings, for the parts that take them."""
+        return {name: self.config[name] for name in names}
+
     def _signed_by(self) -> Sequence[Tensor]:
         """What the fingerprint is taken of."""
         return self.observing_parameters()
@@ -204,6 +216,20 @@ class Model(nn.Module, ABC):
 
     def _learns(self) -> bool:
         return torch.is_grad_enabled() and any(p.requires_grad for p in self.observing_parameters())
+
+
+def _settings(kind: type[Model]) -> list[inspect.Parameter]:
+    """The keywords of a constructor, behind those of the next one where it hands the rest on to it."""
+    found: dict[str, inspect.Parameter] = {}
+    for parent in kind.__mro__:
+        if "__init__" not in vars(parent):
+            continue
+        parameters = inspect.signature(vars(parent)["__init__"]).parameters
+        own = {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+        found = {name: p for name, p in own.items() if name not in found} | found
+        if all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+            break
+    return list(found.values())
 
 
 def _holds_model(folder: Path) -> bool:

@@ -3,7 +3,10 @@
 
 import inspect
 import os
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from threading import RLock
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +22,25 @@ from constmem.tabular.inputs import frame_of
 from constmem.tabular.learner import Learner
 
 _NAMES = ("feature_names_in_", "target_names_")
+P, T = ParamSpec("P"), TypeVar("T")
+
+
+def alone(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """A method that waits until no other thread is in one of the same estimator."""
+
+    @wraps(method)
+    def waiting(self: Any, *given: P.args, **named: P.kwargs) -> T:
+        with self._lock:
+            return method(self, *given, **named)
+
+    return waiting
 
 
 class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
     """An estimator of one table or stream, whose memory does not grow with the rows.
+
+    Any number of threads may use one: they take turns, so that no row is lost and no answer is of half a
+    change.
 
     Args:
         forget: None (all rows count), a half-life in rows, "window:ROWS", or "auto" (several half-lives,
@@ -42,6 +60,15 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
         self.warmup = warmup
         self.size = size
         self.random_state = random_state
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        made = super().__new__(cls)
+        made._lock = RLock()  # not in the constructor, which takes parameters alone
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        return {name: value for name, value in state.items() if name != "_lock"}
 
     def _new_learner(self) -> Learner:
         for name, value, least in (("warmup", self.warmup, 1), ("size", self.size or SIZE, 16)):
@@ -87,6 +114,7 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self, "learner_")
         return int(self.learner_.nbytes)
 
+    @alone
     def spawn(self) -> Any:
         """An empty estimator that shares the frozen columns and features: for the shards of one table.
 
@@ -114,17 +142,22 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(other, "learner_")
         if other is self:
             raise ValueError("an estimator cannot be merged with itself: its rows would count twice")
-        learner = self.learner_ if hasattr(self, "learner_") else self._new_learner()
-        self._merge(learner, other)
-        self.learner_ = learner
-        for name in ("n_features_in_", "feature_names_in_", *self._also):
-            if hasattr(other, name) and not hasattr(self, name):
-                setattr(self, name, getattr(other, name))
+        first, second = sorted(
+            (self, other), key=id
+        )  # so that two that merge each other do not wait for ever
+        with first._lock, second._lock:
+            learner = self.learner_ if hasattr(self, "learner_") else self._new_learner()
+            self._merge(learner, other)
+            self.learner_ = learner
+            for name in ("n_features_in_", "feature_names_in_", *self._also):
+                if hasattr(other, name) and not hasattr(self, name):
+                    setattr(self, name, getattr(other, name))
         return self
 
     def _merge(self, learner: Learner, other: Any) -> None:
         learner.merge(other.learner_)
 
+    @alone
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the estimator to one safetensors file, atomically."""
         check_is_fitted(self, "learner_")

@@ -1,12 +1,14 @@
 """`Features`: fixed nonlinear features of numeric columns, frozen after a warm-up."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from constmem.tabular.kernel import Kernel
+from constmem.tabular.kernel import Kernel, times_upper
 from constmem.tabular.trees import grow, leaves
 
 SIZE = 770
@@ -14,6 +16,7 @@ WARM = 2048  # rows that inducing points and lengths are chosen among
 FEW = 64  # inducing points, however many columns there are
 FEWEST = 8  # rows that lengths can be learned from
 CLIP = 4.0  # deviations: what lies further out is no further from anything
+PIECE = 512  # rows at once: what is computed of them fits into a processor's cache
 KNOTS = 64  # quantiles kept of each column
 TREES, DEPTH = 8, 4
 GROWN = 1024, 4  # rows that trees see, at most, and one of how many: trees that saw all targets overfit
@@ -53,8 +56,11 @@ class Features:
 
     def __post_init__(self) -> None:
         where = self._coordinates(self.points)
-        whitener = Kernel(self.rates, self.share).whitener(where)
-        object.__setattr__(self, "_induced", (where, whitener))  # made of the rest: not remembered
+        kernel = Kernel(self.rates, self.share)
+        d = len(self.centre)
+        chosen = self.rates[0, :d].argsort(descending=True, stable=True)[:PRODUCTS]
+        made = kernel, where, kernel.whitener(where), chosen[_pairs(d)]
+        object.__setattr__(self, "_made", made)  # of the rest: not remembered
 
     @staticmethod
     def anchor(
@@ -92,17 +98,37 @@ class Features:
 
     def __call__(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n p"]:
         """Features of rows, in float64."""
+        made = x.new_empty(len(x), self.width, dtype=torch.float64)
+        group, whitener = self.groups.get("kernel", slice(0)), self._made[2]  # type: ignore[attr-defined]
+        for rows, piece in zip(x.split(PIECE), made.split(PIECE), strict=True):
+            self._fill(rows, piece)
+            times_upper(piece[:, group].clone(), whitener, out=piece[:, group])
+        return made
+
+    def predict(
+        self, x: Float[Tensor, "n d"], weights: Sequence[Float[Tensor, "p k"]]
+    ) -> list[Float[Tensor, "n k"]]:
+        """The products of features and each of the weights: far cheaper than the features."""
+        group, whitener = self.groups.get("kernel", slice(0)), self._made[2]  # type: ignore[attr-defined]
+        every = torch.cat([*weights], 1)
+        every[group] = whitener @ every[group]  # the weights of covariances that are not whitened
+        made, piece = [], x.new_empty(min(len(x), PIECE), self.width, dtype=torch.float64)
+        for rows in x.split(PIECE):
+            self._fill(rows, piece[: len(rows)])
+            made.append(piece[: len(rows)] @ every)
+        return list(torch.cat(made).split([w.shape[1] for w in weights], 1))
+
+    def _fill(self, x: Tensor, out: Tensor) -> None:
+        """Features of a few rows, but that covariances with the inducing points are not whitened yet."""
+        kernel, where, _, pairs = self._made  # type: ignore[attr-defined]
         z = (x.double() - self.centre) / self.scale
         u = self._coordinates(z)
-        where, whitener = self._induced  # type: ignore[attr-defined]
-        kernel = Kernel(self.rates, self.share)(u, where) @ whitener
-        d = z.shape[1]
-        chosen = self.rates[0, :d].argsort(descending=True, stable=True)[:PRODUCTS]
-        left, right = z[:, chosen].clamp(-FAR, FAR)[:, _pairs(d)].unbind(1)
-        parts = [torch.ones_like(z[:, :1]), z, u[:, d:], left * right, kernel]
-        return torch.cat([*parts, leaves(z, self.columns, self.thresholds)], 1)
+        left, right = z.clamp(-FAR, FAR)[:, pairs].unbind(1)
+        covariances = kernel(u, where) if len(where) else z[:, :0]
+        parts = torch.ones_like(z[:, :1]), z, u[:, z.shape[1] :], left * right, covariances
+        torch.cat([*parts, leaves(z, self.columns, self.thresholds)], 1, out=out)
 
-    @property
+    @cached_property
     def groups(self) -> dict[str, slice]:
         """Which features belong together, by name."""
         d, trees = len(self.centre), len(self.columns) * 2**DEPTH
@@ -115,7 +141,7 @@ class Features:
             start += size
         return made
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Number of features."""
         stop: int = max(group.stop for group in self.groups.values())

@@ -116,14 +116,17 @@ def raced_estimator(draw: random.Random, folder: Path) -> str:
 
 
 def limited(set_limits: Callable[[], None], work: Callable[[], str]) -> str:
-    """Work in a process of its own under limits; how it ended must be told, whatever that is."""
+    """Work in a process of its own under limits; it must live to say how it ended."""
     read, write = os.pipe()
+    words = "MemoryError"  # where there is no room to say more
     pid = os.fork()
     if pid == 0:
         try:
             set_limits()
             words = work()
         except MemoryError:
+            _, most = resource.getrlimit(resource.RLIMIT_AS)
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
             words = "MemoryError"
         except OSError as error:
             words = f"OSError {errno.errorcode.get(error.errno or 0, '')}"
@@ -131,8 +134,11 @@ def limited(set_limits: Callable[[], None], work: Callable[[], str]) -> str:
             words = "MemoryError" if "alloc" in str(error) or "memory" in str(error).lower() else repr(error)
         except BaseException as error:
             words = repr(error)
-        os.write(write, words.encode()[:2000])
-        os._exit(0)
+        finally:
+            try:
+                os.write(write, words.encode()[:2000])
+            finally:
+                os._exit(0)
     os.close(write)
     _, status = os.waitpid(pid, 0)
     text = os.read(read, 4096).decode()
@@ -151,7 +157,7 @@ def memory(draw: random.Random, _: Path) -> str:
 
     def narrow() -> None:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
+        resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
 
     def work() -> str:
         torch.set_num_threads(draw.choice((1, 4)))
@@ -212,7 +218,7 @@ def room(draw: random.Random, folder: Path) -> str:
 
         def narrow() -> None:
             if how == "size":
-                resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+                resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
             elif how == "full":
                 with contextlib.suppress(OSError), (place / "filler").open("wb") as file:
                     file.write(bytes(2**20))
