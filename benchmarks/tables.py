@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+import attack
 import event_tables
 import gpu_tables
 
@@ -306,6 +307,7 @@ def documents() -> Iterator[tuple[Path, str, str]]:
     yield docs / "tables.md", "streams", streams()
     yield docs / "reproduction.md", "reproduction", reproduction()
     yield docs / "reproduction.md", "events", event_tables.summary()
+    yield docs / "reliability.md", "attack", attack.table()
     yield docs / "idea.md", "numbers", numbers()
     yield docs / "memory.md", "fused", complexity("fused")
     yield docs / "training.md", "optimisers", optimisers()

@@ -22,14 +22,15 @@ from constmem.tabular.inputs import frame_of
 from constmem.tabular.learner import Learner
 
 _NAMES = ("feature_names_in_", "target_names_")
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def alone(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
     """A method that waits until no other thread is in one of the same estimator."""
 
     @wraps(method)
-    def waiting(self: Any, *given: P.args, **named: P.kwargs) -> T:
+    def waiting(self: Any, /, *given: P.args, **named: P.kwargs) -> T:
         with self._lock:
             return method(self, *given, **named)
 
@@ -142,9 +143,7 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(other, "learner_")
         if other is self:
             raise ValueError("an estimator cannot be merged with itself: its rows would count twice")
-        first, second = sorted(
-            (self, other), key=id
-        )  # so that two that merge each other do not wait for ever
+        first, second = sorted((self, other), key=id)  # or two that merge each other wait for ever
         with first._lock, second._lock:
             learner = self.learner_ if hasattr(self, "learner_") else self._new_learner()
             self._merge(learner, other)

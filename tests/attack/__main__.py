@@ -1,47 +1,54 @@
-"""Run the attack, or one case of it again: python -m tests.attack --help."""
+"""The attack from the command line: python -m tests.attack --help."""
 
 import argparse
-import json
 import os
-import re
 import sys
 import tempfile
 import time
 
-os.environ["CONSTMEM_COMMIT"] = "none"  # git is not under attack
+os.environ["CONSTMEM_COMMIT"] = "none"  # asking git takes longer than most cases
+os.environ["OMP_NUM_THREADS"] = "1"  # threads of PyTorch's do not survive a fork
 
 import torch
 
-torch.set_num_threads(1)
-tempfile.tempdir = "/dev/shm"
+from tests.attack import campaign, pool
 
-from tests.attack import calls, given, kills, limits, pool, runs, shells, stored
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Attack the library: damaged files, odd calls.")
-    parser.add_argument("--cases", type=int, default=1000, help="of each kind")
-    parser.add_argument("--kinds", default="", help="a,b; all if not given")
+    parser = argparse.ArgumentParser(
+        description="Attack the library: damaged files, odd calls, kills, limits."
+    )
+    parser.add_argument("--long", action="store_true", help="all cases; otherwise the short form")
+    parser.add_argument("--only", help="so many cases of some kinds: states=100,packs=50")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--again", type=int, help="this case of the kind, in this process")
+    parser.add_argument("--again", type=int, help="one case of the one kind in --only, in this process")
+    parser.add_argument("--broken", choices=campaign.BROKEN, help="break a line on purpose first")
+    parser.add_argument("--out", help="write rows as JSON to this file")
     asked = parser.parse_args()
-    kinds = stored.kinds() | given.kinds() | calls.kinds() | shells.kinds() | runs.kinds() | kills.kinds() | limits.kinds()
-    if asked.kinds:
-        kinds = {name: case for name, case in kinds.items() if name in asked.kinds.split(",")}
-    cases = {name: (case, asked.cases) for name, case in kinds.items()}
-    if asked.again is not None:
-        print(pool.again(cases, asked.kinds, asked.again, seed=asked.seed))
+    torch.set_num_threads(1)
+    tempfile.tempdir = pool.scratch()
+    if asked.broken:
+        campaign.BROKEN[asked.broken]()
+    only = None
+    if asked.only:
+        only = {name: int(count) for name, count in (each.split("=") for each in asked.only.split(","))}
+    form = campaign.LONG if asked.long else campaign.SHORT
+    if asked.again is not None and only:
+        cases = campaign.counted(form, only)
+        print(pool.again(cases, next(iter(only)), asked.again, seed=asked.seed))
         return
-    for name in cases:
-        start = time.process_time(), time.monotonic()
-        t = pool.run({name: cases[name]}, seed=asked.seed)[name]
-        print(time.strftime("%H:%M:%S"), name, t.tried, t.right, t.refused, len(t.findings), f"{time.monotonic()-start[1]:.1f}s", flush=True)
-        seen = {}
-        for words in t.findings:
-            lines = [l for l in words.splitlines() if "^^^" not in l]
-            key = re.sub(r"[0-9]+", "#", lines[0][len(name):][:90]) + "".join(lines[-2:])
-            seen.setdefault(key, []).append(words)
-        for group in sorted(seen.values(), key=len, reverse=True)[:15]:
-            lines = [l[:230] for l in group[0].splitlines() if "^^^" not in l]
-            print("  x", len(group), "\n      ".join([lines[0], *lines[-6:]] if len(lines)>7 else lines))
+    start = time.monotonic()
+    tallies = campaign.run(form, seed=asked.seed, only=only)
+    for kind, tally in tallies.items():
+        print(f"{kind}: {tally.tried} tried, {tally.right} right, {tally.refused} refused", flush=True)
+        for words in tally.findings[:5]:
+            print(f"  {words}")
+    if asked.out:
+        from constmem.core.files import write_text
 
-main()
+        write_text(asked.out, pool.as_json(tallies, seconds=time.monotonic() - start))
+    sys.exit(any(tally.findings for tally in tallies.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -31,7 +31,9 @@ def model(name: str) -> Any:
 
 def tensor(draw: random.Random, *shape: int) -> Tensor:
     """Normal numbers in float64."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(draw.randrange(2**40)), dtype=torch.float64)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(draw.randrange(2**40)), dtype=torch.float64
+    )
 
 
 def spoiled(draw: random.Random, given: Tensor) -> Any:
@@ -62,11 +64,13 @@ def spoiled(draw: random.Random, given: Tensor) -> Any:
 
 
 def some_mask(draw: random.Random, b: int, n: int) -> Tensor:
-    return torch.tensor([[draw.random() < 0.7 for _ in range(n)] for _ in range(b)], dtype=torch.bool).reshape(b, n)
+    return torch.tensor(
+        [[draw.random() < 0.7 for _ in range(n)] for _ in range(b)], dtype=torch.bool
+    ).reshape(b, n)
 
 
 def points(draw: random.Random, _: Path) -> str:
-    """Conditioning, updating, merging and querying a model of points, in pieces, beside all points at once."""
+    """Conditioning, updating, merging and querying a model of points in pieces, beside all at once."""
     of = model(draw.choice(list(POINT_MODELS)))
     b, n, m = draw.randint(1, 3), draw.randint(0, 9), draw.randint(0, 4)
     x, y, xt = tensor(draw, b, n, 2), tensor(draw, b, n, 2), tensor(draw, b, m, 2)
@@ -76,13 +80,21 @@ def points(draw: random.Random, _: Path) -> str:
     expected = []
     with torch.no_grad():
         for k in range(b):  # one task after another, and only the points that count
-            state = of.condition(x[k : k + 1, keep[k]], y[k : k + 1, keep[k]]) if bool(keep[k].any()) else of.empty(1)
+            state = (
+                of.condition(x[k : k + 1, keep[k]], y[k : k + 1, keep[k]])
+                if bool(keep[k].any())
+                else of.empty(1)
+            )
             expected.append(of.query(state, xt[k : k + 1]))
     given: dict[str, Any] = {"x": x, "y": y, "xt": xt, "mask": mask, "chunk": chunk}
     wrong = draw.random() < 0.6
     if wrong:
         name = draw.choice(list(given))
-        given[name] = draw.choice(SIZES) if name == "chunk" else spoiled(draw, given[name] if mask is not None or name != "mask" else keep)
+        given[name] = (
+            draw.choice(SIZES)
+            if name == "chunk"
+            else spoiled(draw, given[name] if mask is not None or name != "mask" else keep)
+        )
     parts = _halves(given["x"], cut), _halves(given["y"], cut), _halves(given["mask"], cut)
 
     how = draw.choice(("condition", "update", "merge", "chunks", "forward"))
@@ -111,7 +123,9 @@ def points(draw: random.Random, _: Path) -> str:
     if not wrong:
         means = torch.cat([each.mean for each in expected])
         require(close(found.mean, means), f"{of.name} answers otherwise than all points at once")
-        require(close(found.stddev, torch.cat([each.stddev for each in expected])), f"{of.name}: another spread")
+        require(
+            close(found.stddev, torch.cat([each.stddev for each in expected])), f"{of.name}: another spread"
+        )
     elif how != "forward":  # which is for training, and looks at no values
         require(bool(found.mean.isfinite().all()), f"{of.name} took {name} and answers what is not finite")
     return RIGHT
@@ -139,10 +153,9 @@ def events(draw: random.Random, _: Path) -> str:
 
     def work() -> Any:
         first = of.condition(whole.window(0, cut), chunk=chunk)
-        if not wrong and draw.random() < 0.3 and hasattr(first, "remove" if of.name == "cmhp" else "merge"):
-            if of.name != "gru":
-                later = of.observe(whole.window(cut, n), start=whole.t_start, chunk=chunk)
-                return of.query(first.merge(later))
+        if not wrong and draw.random() < 0.3 and of.name != "gru":  # whose states cannot merge
+            later = of.observe(whole.window(cut, n), start=whole.t_start, chunk=chunk)
+            return of.query(first.merge(later))
         return of.query(of.update(first, given["times"], given["marks"], chunk=given["chunk"]))
 
     with torch.set_grad_enabled(draw.random() < 0.3):
@@ -151,7 +164,10 @@ def events(draw: random.Random, _: Path) -> str:
         require(wrong, f"refused what is right: {found.error!r}")
         return REFUSED
     if not wrong:
-        require(close(found.mean.log(), expected.mean.log(), 1e-5), f"{of.name} answers otherwise than all at once")
+        require(
+            close(found.mean.log(), expected.mean.log(), 1e-5),
+            f"{of.name} answers otherwise than all at once",
+        )
     else:
         require(bool(found.mean.isfinite().all()), f"{of.name} took {name} and answers what is not finite")
     return RIGHT
@@ -178,7 +194,8 @@ def _slots(draw: random.Random) -> str:
     def work() -> Any:
         if wrong:
             return AttentionState.observe(**given)
-        parts = [AttentionState.observe(q, k[..., at, :], v[..., at, :], log_weight=None if weight is None else weight[:, at])
+        weights = torch.zeros(b, n, dtype=torch.float64) if weight is None else weight
+        parts = [AttentionState.observe(q, k[..., at, :], v[..., at, :], log_weight=weights[:, at])
                  for at in (slice(0, cut), slice(cut, n))]  # fmt: skip
         shift = draw.choice((0.0, -2.0, 3.0))
         return parts[0].merge(parts[1]).decay(shift).decay(-shift)

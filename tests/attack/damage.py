@@ -10,12 +10,15 @@ from typing import Any
 DEEP = 20_000  # lists in lists
 CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})"')
 ODD: tuple[Any, ...] = (
-    None, True, False, -1, 0, 1, 2, 7, 2**31, 2**40, 2**63, 2**64, -(2**63), 10**30, 0.5, -0.0, 1e-320, 1e308, -1e308,
-    float("nan"), float("inf"), "", "-1", "x", "x" * 999, "\x00", "é", [], {}, [[]], [1, 2, 3], {"a": 1}, "F64", "0",
+    None, True, False, -1, 0, 1, 2, 7, 2**31, 2**40, 2**63, 2**64, -(2**63), 10**30, 0.5, -0.0, 1e-320,
+    1e308, -1e308,
+    float("nan"), float("inf"), "", "-1", "x", "x" * 999, "\x00", "é", [], {}, [[]], [1, 2, 3], {"a": 1}, "0",
 )  # fmt: skip
 WORDS = (
-    "", "-1", "0", "1e999", "-1e999", "nan", "inf", "NA", "true", "x", '"', '""', "'", "1,5", "9" * 400, "0x10", "1_0",
-    "2024-01-01", "2024-13-45", "\x00", "é", " 7 ", "1e-320", "9007199254740993", "=1+1", "\u2028", "\ufeff", "٣",
+    "", "-1", "0", "1e999", "-1e999", "nan", "inf", "NA", "true", "x", '"', '""', "'", "1,5", "9" * 400,
+    "0x10", "1_0",
+    "2024-01-01", "2024-13-45", "\x00", "é", " 7 ", "1e-320", "9007199254740993", "=1+1", "\u2028",
+    "\ufeff", "٣",
 )  # fmt: skip
 
 
@@ -24,8 +27,9 @@ def in_bytes(draw: random.Random, content: bytes, others: list[bytes]) -> bytes:
     made, size = bytearray(content), len(content)
     at = draw.randrange(size)
     length = draw.choice((1, 2, 4, 8, 64, 512))
-    what = draw.choice(("bit", "bit", "bit", "bit", "bits", "zeros", "ones", "noise", "cut", "cut front", "more", "gap",
-                        "twice", "other", "start of other", "end of other", "empty", "deep"))  # fmt: skip
+    what = draw.choice(("bit", "bit", "bit", "bit", "bits", "zeros", "ones", "noise", "cut", "cut front",
+                        "more", "gap", "twice", "other", "start of other", "end of other", "empty",
+                        "deep"))  # fmt: skip
     match what:
         case "bit":
             made[at] ^= 1 << draw.randrange(8)
@@ -82,14 +86,16 @@ def in_json(draw: random.Random, value: Any) -> Any:
 
 
 def _places(value: Any, found: list[tuple[Any, Any]]) -> None:
-    keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    keys = (
+        list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    )
     for key in keys:
         found.append((value, key))
         _places(value[key], found)
 
 
 def in_header(draw: random.Random, content: bytes, *, sealed: bool) -> bytes:
-    """A safetensors file with something else in its header; sealed: and a checksum that fits what is there."""
+    """A safetensors file with something else in its header; sealed: and a checksum that fits it."""
     size = int.from_bytes(content[:8], "little")
     header, payload = json.loads(content[8 : 8 + size]), content[8 + size :]
     words: dict[str, str] = header.get("__metadata__", {})
@@ -113,7 +119,9 @@ def in_numbers(draw: random.Random, content: bytes) -> bytes:
     for _ in range(draw.randint(1, 4)):
         if len(made) >= 8 + size + 8:
             at = 8 + size + draw.randrange((len(made) - 8 - size) // 8) * 8
-            made[at : at + 8] = draw.choice((b"\x00" * 8, b"\xff" * 8, b"\x00" * 6 + b"\xf0\x7f", draw.randbytes(8)))
+            made[at : at + 8] = draw.choice(
+                (b"\x00" * 8, b"\xff" * 8, b"\x00" * 6 + b"\xf0\x7f", draw.randbytes(8))
+            )
     return seal(made)
 
 
@@ -152,6 +160,6 @@ def in_text(draw: random.Random, text: str, delimiter: str = ",") -> str:
                 del rows[draw.randrange(len(rows)) :]
                 rows = rows or [[]]
     end = draw.choice(("\n", "\n", "\n", "\r\n", "\r"))
-    return end.join(draw.choice((delimiter,) * 9 + (";", "\t", "|")).join(row) for row in rows) + end * draw.randrange(3)
-
-
+    return end.join(
+        draw.choice((delimiter,) * 9 + (";", "\t", "|")).join(row) for row in rows
+    ) + end * draw.randrange(3)

@@ -1,23 +1,16 @@
-"""Files that users give, damaged: tables, events, packs and archives, read beside an independent reader."""
+"""Files that users give, damaged: tables and events, read beside an independent reader."""
 
 import csv
-import gzip
 import io
 import json
 import random
-import struct
-import tempfile
-import zipfile
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
-from constmem.data import EventLog, Table, load_events, prepare_pack
-from constmem.data.packs import listing, read_pack
+from constmem.data import EventLog, Table
 from constmem.tabular.files import table_file
 
 from . import damage
@@ -32,7 +25,9 @@ LINES = 60
 def numbers_csv() -> str:
     """A table of numbers, with groups."""
     draw = random.Random(1)
-    lines = [f"{draw.gauss(0, 1)!r},{draw.gauss(0, 1):.3g},{draw.gauss(0, 9):g},g{i % 7}" for i in range(LINES)]
+    lines = [
+        f"{draw.gauss(0, 1)!r},{draw.gauss(0, 1):.3g},{draw.gauss(0, 9):g},g{i % 7}" for i in range(LINES)
+    ]
     return "\n".join(["a,b,c,group", *lines]) + "\n"
 
 
@@ -67,7 +62,7 @@ def changed(draw: random.Random, text: str) -> bytes:
 def cells(content: bytes, delimiter: str) -> list[list[str]]:
     """The rows of a CSV file, by Python's reader of the whole text."""
     text = content.decode("utf-8-sig")
-    return [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)]
+    return list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter))
 
 
 def delimiter_of(content: bytes) -> str:
@@ -122,7 +117,7 @@ def frame(draw: random.Random, folder: Path) -> str:
         if kinds[name] == "number":
             truth = {"true": 1.0, "false": 0.0}
             gone = ("", "na", "n/a", "nan", "null", "?")
-            expected = [np.nan if w.lower() in gone else truth.get(w.lower(), None) for w in words]
+            expected = [np.nan if w.lower() in gone else truth.get(w.lower()) for w in words]
             expected = [float(w) if e is None else e for w, e in zip(words, expected, strict=True)]
             require(same(made, np.array(expected)), f"column {name!r} holds other numbers than the file")
         elif kinds[name] == "text":
@@ -174,8 +169,12 @@ def event_texts() -> dict[str, str]:
             at += draw.expovariate(1.0)
             times.append(at)
         sequences.append((times, [draw.randrange(3) for _ in times]))
-    lines = sorted((t, u, m) for u, (times, marks) in enumerate(sequences) for t, m in zip(times, marks, strict=True))
-    records = [{"time_since_start": t, "type_event": m, "dim_process": 3, "seq_len": len(t)} for t, m in sequences]
+    lines = sorted(
+        (t, u, m) for u, (times, marks) in enumerate(sequences) for t, m in zip(times, marks, strict=True)
+    )
+    records = [
+        {"time_since_start": t, "type_event": m, "dim_process": 3, "seq_len": len(t)} for t, m in sequences
+    ]
     return {
         "e.csv": "user_id,item_id,timestamp\n" + "".join(f"u{u},{m},{t!r}\n" for t, u, m in lines),
         "e.json": json.dumps(records),
@@ -190,7 +189,9 @@ def event_file(draw: random.Random, folder: Path) -> str:
     if name == "e.csv":
         content = changed(draw, text)
     elif draw.random() < 0.5:
-        content = damage.in_bytes(draw, text.encode(), [numbers_csv().encode(), event_texts()["e.csv"].encode()])
+        content = damage.in_bytes(
+            draw, text.encode(), [numbers_csv().encode(), event_texts()["e.csv"].encode()]
+        )
     elif name == "e.json":
         content = json.dumps(damage.in_json(draw, json.loads(text))).encode()
     else:
@@ -220,108 +221,7 @@ def event_file(draw: random.Random, folder: Path) -> str:
     return RIGHT
 
 
-# Packs and archives
-
-
-def _zipped(files: dict[str, bytes]) -> bytes:
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, each in files.items():
-            archive.writestr(name, each)
-    return content.getvalue()
-
-
-@cache
-def event_pack() -> tuple[bytes, Any]:
-    """A prepared pack of events, and what it holds."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "mine"
-        source.mkdir()
-        for part in ("train", "dev", "test"):
-            (source / f"{part}.json").write_text(event_texts()["e.json"])
-        made = prepare_pack("easytpp", source, folder, unit="hour")
-        return made.path.read_bytes(), _pack(Path(folder))
-
-
-def _pack(folder: Path) -> Any:
-    parts = [load_events("mine", data_dir=folder, split=split) for split in ("train", "validation", "test")]
-    return [(p.times, p.marks, p.mask, p.t_start, p.unit, p.num_marks) for p in parts]
-
-
-def pack(draw: random.Random, folder: Path) -> str:
-    """A pack of events, read and listed."""
-    content, expected = event_pack()
-    path = folder / "events_mine.npz"
-    path.write_bytes(damage.in_bytes(draw, content, [emnist()[0]]))
-    listed = attempt(lambda: [str(each) for each in listing(folder)])
-    require(not isinstance(listed, Refused), "a damaged pack must not keep others from being listed")
-    found = attempt(lambda: _pack(folder))
-    if isinstance(found, Refused):
-        return REFUSED
-    require(same(found, expected), "was read without a word, and holds other events")
-    return RIGHT
-
-
-@cache
-def emnist() -> tuple[bytes, Any]:
-    """The four files of EMNIST in one archive, tiny, and the pack made of them."""
-    random_ = np.random.default_rng(0)
-    files = {}
-    for split, count in (("train", 6), ("test", 3)):
-        for kind, array in (("images", random_.integers(0, 256, (count, 28, 28), np.uint8)),
-                            ("labels", np.arange(count, dtype=np.uint8))):  # fmt: skip
-            start = struct.pack(f">{1 + array.ndim}I", 0x0800 + array.ndim, *array.shape)
-            name = f"emnist-balanced-{split}-{kind}-idx{array.ndim}-ubyte.gz"
-            files[f"gzip/{name}"] = gzip.compress(start + array.tobytes())
-    return _zipped(files), None
-
-
-@cache
-def celeba() -> tuple[bytes, Any]:
-    """A few faces in one archive."""
-    files = {}
-    for i in range(1, 5):
-        content = io.BytesIO()
-        Image.fromarray(np.random.default_rng(i).integers(0, 256, (218, 178, 3), np.uint8)).save(content, "JPEG", quality=5)
-        files[f"img_align_celeba/{i:06}.jpg"] = content.getvalue()
-    return _zipped(files), None
-
-
-PARTITION = "000001.jpg 0\n000002.jpg 0\n000003.jpg 1\n000004.jpg 2\n"
-
-
-def _prepared(what: str, content: bytes, folder: Path) -> Any:
-    source = folder / "source.zip"
-    source.write_bytes(content)
-    (folder / "list_eval_partition.txt").write_text(PARTITION)
-    path = prepare_pack(what, source, folder / "packs", replace=True).path
-    names = {"emnist": ("train_images", "train_labels", "test_images", "test_labels"),
-             "celeba": ("jpeg", "offsets", "split", "image_number")}  # fmt: skip
-    return read_pack(path, names[what])
-
-
-@cache
-def _expected(what: str) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        return _prepared(what, {"emnist": emnist, "celeba": celeba}[what]()[0], Path(folder))
-
-
-def archive(draw: random.Random, folder: Path) -> str:
-    """`data prepare` of a zip archive."""
-    what, other = draw.choice((("emnist", "celeba"), ("celeba", "emnist")))
-    contents = {"emnist": emnist()[0], "celeba": celeba()[0]}
-    content = damage.in_bytes(draw, contents[what], [contents[other], event_pack()[0]])
-    found = attempt(lambda: _prepared(what, content, folder))
-    if isinstance(found, Refused):
-        return REFUSED
-    require(same(found, _expected(what)), "was read without a word, and holds other images")
-    return RIGHT
-
-
 def kinds() -> dict[str, Case]:
-    """The attacks on files that users give; what they need is made before workers are forked."""
-    _ = numbers_csv(), mixed_csv(), parquet(), event_texts(), event_pack(), _expected("emnist"), _expected("celeba")
-    made: dict[str, Callable[[random.Random, Path], str]] = {
-        "tables": table, "table files": frame, "event files": event_file, "packs": pack, "archives": archive,
-    }  # fmt: skip
-    return made
+    """The attacks on files that users give."""
+    _ = numbers_csv(), mixed_csv(), parquet(), event_texts()  # before workers are forked
+    return {"tables": table, "table files": frame, "event files": event_file}

@@ -1,8 +1,9 @@
-"""SIGKILL at random moments: nothing that was acknowledged is lost, and what goes on is the same to the last bit."""
+"""SIGKILL at random moments: nothing acknowledged is lost, and what goes on is the same to the last bit."""
 
 import contextlib
 import os
 import random
+import shlex
 import signal
 import time
 from collections.abc import Callable
@@ -92,7 +93,10 @@ def stream(draw: random.Random, folder: Path) -> str:
             continue
         loaded = Stream.load(path, model)
         found = [k for k in range(acknowledged, STEPS + 1) if same(samples.predicted(loaded), expected[k])]
-        require(bool(found) and found[0] <= acknowledged + 1, f"after {acknowledged} acknowledged points: another state")
+        require(
+            bool(found) and found[0] <= acknowledged + 1,
+            f"after {acknowledged} acknowledged points: another state",
+        )
         seen = found[0]
     Stream(model).save(path)
     no_rest(folder, {"stream"})
@@ -120,18 +124,22 @@ def _begun() -> StreamingRegressor:
     return StreamingRegressor(size=24).fit(columns, y)
 
 
-def _remembered(estimator: Any) -> Any:
-    return {name: t for name, t in estimator.learner_.memory.tensors().items() if name.endswith(("gram", "cross", "seen"))}
+def remembered(estimator: Any) -> Any:
+    return {
+        name: t
+        for name, t in estimator.learner_.memory.tensors().items()
+        if name.endswith(("gram", "cross", "seen"))
+    }
 
 
 @cache
 def _learned() -> list[Any]:
     """What an estimator remembers after each part."""
     estimator = _begun().spawn()
-    found = [_remembered(estimator)]
+    found = [remembered(estimator)]
     for i in range(STEPS):
         estimator.partial_fit(*_part(i))
-        found.append(_remembered(estimator))
+        found.append(remembered(estimator))
     return found
 
 
@@ -156,9 +164,12 @@ def _checked(path: Path, acknowledged: int) -> int:
     if not path.exists():
         require(acknowledged == 0, "an acknowledged estimator is gone")
         return 0
-    remembered = _remembered(StreamingRegressor.load(path))
-    found = [k for k in range(acknowledged, STEPS + 1) if same(remembered, _learned()[k])]
-    require(bool(found) and found[0] <= acknowledged + 1, f"after {acknowledged} acknowledged parts: another state")
+    loaded = remembered(StreamingRegressor.load(path))
+    found = [k for k in range(acknowledged, STEPS + 1) if same(loaded, _learned()[k])]
+    require(
+        bool(found) and found[0] <= acknowledged + 1,
+        f"after {acknowledged} acknowledged parts: another state",
+    )
     return found[0]
 
 
@@ -234,9 +245,14 @@ def compiling(draw: random.Random, folder: Path) -> str:
     """Processes that build machine code are killed; the next one has a whole library, and nothing else."""
     cache_folder, real = folder / "cache", draw.random() < 0.1
     compiler = folder / "compiler"  # as fast as copying: what is killed are the steps around it, too
-    compiler.write_text(f"#!/bin/sh\n[ $1 = --version ] && exec echo 1\nfor to; do :; done\nexec cp {_library()} $to\n")
+    compiler.write_text(
+        f'#!/bin/sh\n[ $1 = --version ] && exec echo 1\nfor to; do :; done\nexec cp {_library()} "$to"\n'
+    )
     compiler.chmod(0o700)
-    environment = {"CONSTMEM_CACHE": str(cache_folder), "CXX": "c++ -O1" if real else str(compiler)}
+    environment = {
+        "CONSTMEM_CACHE": str(cache_folder),
+        "CXX": "c++ -O1" if real else shlex.quote(str(compiler)),
+    }
     os.environ.update(environment)
     flags = tuple(flag for flag in library.FLAGS if not (real and flag == "-O3"))
     for _ in range(3):

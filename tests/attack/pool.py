@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from .verdict import Finding
 
@@ -53,14 +52,12 @@ class _Worker:
 
 
 def run(cases: Mapping[str, tuple[Case, int]], *, seed: int, workers: int = 2) -> dict[str, Tally]:
-    """Run so many cases of every kind; case number i of a kind is the same for the same seed, in any order."""
+    """Run so many cases of every kind; a case is the same for the same seed, in any order."""
     with tempfile.TemporaryDirectory(prefix="attack-", dir=scratch(), ignore_cleanup_errors=True) as folder:
         return _run(cases, seed, workers, Path(folder))
 
 
-def _run(
-    cases: Mapping[str, tuple[Case, int]], seed: int, workers: int, folder: Path
-) -> dict[str, Tally]:
+def _run(cases: Mapping[str, tuple[Case, int]], seed: int, workers: int, folder: Path) -> dict[str, Tally]:
     tallies = {kind: Tally() for kind in cases}
     waiting = [
         (kind, first, min(first + PIECE, count))
@@ -124,7 +121,11 @@ def _work(
             if outcome not in ("right", "refused"):
                 raise Finding(f"an outcome {outcome!r}")
         except BaseException as error:
-            words = str(error) if isinstance(error, Finding) else "".join(traceback.format_exception(error))[-1500:]
+            words = (
+                str(error)
+                if isinstance(error, Finding)
+                else "".join(traceback.format_exception(error))[-1500:]
+            )
             os.write(write, (json.dumps([number, words]) + "\n").encode())
         shutil.rmtree(place, ignore_errors=True)
     cell[:] = CELL.pack(until, right, refused, time.monotonic(), time.process_time())
@@ -175,9 +176,10 @@ def again(cases: Mapping[str, tuple[Case, int]], kind: str, number: int, *, seed
     return cases[kind][0](random.Random(f"{seed} {kind} {number}"), folder)
 
 
-def summary(tallies: Mapping[str, Tally]) -> list[dict[str, Any]]:
-    """The tallies as rows."""
-    return [
-        {"kind": kind, "tried": t.tried, "held": t.held, "right": t.right, "refused": t.refused, "findings": t.findings}
+def as_json(tallies: Mapping[str, Tally], *, seconds: float) -> str:
+    """The tallies and how long they took, as text."""
+    rows = [
+        {"kind": kind, "tried": t.tried, "right": t.right, "refused": t.refused, "findings": t.findings}
         for kind, t in tallies.items()
     ]
+    return json.dumps({"seconds": round(seconds), "rows": rows})

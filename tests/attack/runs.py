@@ -1,4 +1,4 @@
-"""Folders of runs, damaged, and the command line: a run goes on bit for bit as it would have, or not at all."""
+"""Folders of runs, damaged, and the command line: a run goes on bit for bit as it would have, or not."""
 
 import contextlib
 import io
@@ -21,7 +21,7 @@ from constmem.training.log import read_metrics
 from constmem.training.loop import Run, train
 from constmem.training.recipes import changed, table_recipe
 
-from . import damage, given
+from . import damage, given, packed
 from .pool import Case
 from .verdict import REFUSED, RIGHT, Refused, attempt, require, same
 
@@ -40,8 +40,8 @@ def rows() -> Table:
 @cache
 def small_run() -> Run:
     """Four steps of a tiny model."""
-    change = [f"steps={LAST}", "batch=256", "warmup=0", "model.dim=8", "model.pre_depth=2", "model.post_depth=2",
-              "model.decoder_depth=2", "max_points=8", "num_targets=4"]  # fmt: skip
+    change = [f"steps={LAST}", "batch=256", "warmup=0", "model.dim=8", "model.pre_depth=2",
+              "model.post_depth=2", "model.decoder_depth=2", "max_points=8", "num_targets=4"]  # fmt: skip
     recipe = changed(table_recipe("cnp", dim_x=1, dim_y=1, rows=60, grouped=False), change, kind="table")
     return Run("table", "cnp", "own data", recipe, 0, {"file": None})
 
@@ -50,7 +50,13 @@ def go(out: Path, *, resume: bool = True, stop_after: int | None = None, save_ev
     """Train, with a checkpoint after every step."""
     sys.modules["torch.utils.tensorboard"] = None  # type: ignore[assignment]  # whose files are not under attack
     train(
-        small_run(), out=out, own=rows(), resume=resume, stop_after=stop_after, validate_every=1, save_every=save_every
+        small_run(),
+        out=out,
+        own=rows(),
+        resume=resume,
+        stop_after=stop_after,
+        validate_every=1,
+        save_every=save_every,
     )
 
 
@@ -71,7 +77,7 @@ def finished() -> Any:
 
 
 def held(folder: Path) -> Any:
-    """Weights, moments and random numbers of a run's checkpoint, its step, its best weights and its losses."""
+    """The step of a run's checkpoint, all that it holds, the best weights, and the log but for seconds."""
     with safe_open(folder / CHECKPOINT, "pt") as file:
         step = int(file.metadata()["step"])
     losses = [{k: v for k, v in entry.items() if k != "seconds"} for entry in read_metrics(folder)]
@@ -101,8 +107,13 @@ def resumed(draw: random.Random, folder: Path) -> str:
     expected = finished()
     step, weights, best, losses = held(folder)
     require(same((step, weights), expected[:2]), "went on otherwise than without damage")
-    if which != "metrics.jsonl":  # by which the best weights are known: a log, in plain text, without a checksum
-        require(same((best, losses), expected[2:]), "holds other best weights, or another log, than without damage")
+    if (
+        which != "metrics.jsonl"
+    ):  # by which the best weights are known: a log, in plain text, without a checksum
+        require(
+            same((best, losses), expected[2:]),
+            "holds other best weights, or another log, than without damage",
+        )
     return RIGHT
 
 
@@ -115,7 +126,10 @@ def learned() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         table, out = Path(folder) / "t.csv", Path(folder) / "m"
         table.write_text(given.mixed_csv())
-        require(command(["fit", str(table), "--target", "y", "--out", str(out), "--size", "24"])[0] == 0, "no model")
+        require(
+            command(["fit", str(table), "--target", "y", "--out", str(out), "--size", "24"])[0] == 0,
+            "no model",
+        )
         return out.read_bytes()
 
 
@@ -135,18 +149,37 @@ def command(words: list[str]) -> tuple[int, str, str]:
 
 
 TEMPLATES = (
-    "score MODEL TABLE", "score MODEL TABLE --json", "predict MODEL TABLE --out NEW.csv", "update MODEL TABLE --out NEW",
-    "fit TABLE --target y --out NEW --size 24", "fit TABLE --target class --out NEW --size 24 --ignore day,word",
+    "score MODEL TABLE", "score MODEL TABLE --json", "predict MODEL TABLE --out NEW.csv",
+    "update MODEL TABLE --out NEW",
+    "fit TABLE --target y --out NEW --size 24",
+    "fit TABLE --target class --out NEW --size 24 --ignore day,word",
     "fit TABLE --target a,b --out NEW --size 24 --forget 20", "data list --data-dir FOLDER", "table RUN",
-    "data prepare emnist --source ZIP --data-dir FOLDER", "data prepare mooc --source EVENTS --data-dir FOLDER",
+    "data prepare emnist --source ZIP --data-dir FOLDER",
+    "data prepare mooc --source EVENTS --data-dir FOLDER",
     "eval RUN", "fit TABLE --target y --out NEW --forget window:16 --size 24", "--version", "table",
 )  # fmt: skip
-ODD_WORDS = ("", "-1", "0", "nan", "--x", "é", "/", ".", "x" * 300, "\x00"[:0], "1e9", "a,b", "--help", "none", "--out")
+ODD_WORDS = (
+    "",
+    "-1",
+    "0",
+    "nan",
+    "--x",
+    "é",
+    "/",
+    ".",
+    "x" * 300,
+    "\x00"[:0],
+    "1e9",
+    "a,b",
+    "--help",
+    "none",
+    "--out",
+)
 
 
 def commands(draw: random.Random, folder: Path) -> str:
     """A command on files of which one may be damaged, and words of which one may be odd."""
-    contents = {"MODEL": learned(), "TABLE": given.mixed_csv().encode(), "ZIP": given.emnist()[0],
+    contents = {"MODEL": learned(), "TABLE": given.mixed_csv().encode(), "ZIP": packed.emnist()[0],
                 "EVENTS": given.event_texts()["e.csv"].replace("u", "").encode()}  # fmt: skip
     names = {"MODEL": "m", "TABLE": "t.csv", "ZIP": "z.zip", "EVENTS": "mooc.csv"}
     hurt = draw.choice((None, *contents, "RUN"))
@@ -168,7 +201,10 @@ def commands(draw: random.Random, folder: Path) -> str:
     require(not isinstance(found, Refused), f"constmem {' '.join(words)}: ended with {found!r}")
     code, _, err = found
     require(code in (0, 1, 2), f"constmem {' '.join(words)}: exit code {code}")
-    require(code == 0 or (bool(err.strip()) and "Traceback" not in err), f"constmem {' '.join(words)}: {err[-300:]!r}")
+    require(
+        code == 0 or (bool(err.strip()) and "Traceback" not in err),
+        f"constmem {' '.join(words)}: {err[-300:]!r}",
+    )
     require(not (code and not odd and hurt is None), f"constmem {' '.join(words)}: {err[-300:]!r}")
     require(len(err) < 6000, f"constmem {' '.join(words)}: {len(err)} letters of error")
     return REFUSED if code else RIGHT

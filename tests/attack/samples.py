@@ -47,7 +47,9 @@ def _written(save: Callable[[Path], None]) -> dict[str, bytes]:
 
 def _one(write: Callable[[Path], None], read: Callable[[Path], Any], answer: Callable[[Any], Any]) -> Sample:
     """Of a kind that is one file."""
-    return Sample(_written(lambda folder: write(folder / "file")), lambda folder: read(folder / "file"), answer)
+    return Sample(
+        _written(lambda folder: write(folder / "file")), lambda folder: read(folder / "file"), answer
+    )
 
 
 def points(name: str, n: int = 6, b: int = 2) -> Any:
@@ -83,8 +85,8 @@ def states() -> dict[str, Sample]:
 def streams() -> dict[str, Sample]:
     """Streams of every way to forget, of points and of events."""
     samples = {}
-    for name, forget in (("cmanp", None), ("cmanp", Decay(5)), ("cmanp", Window(6, 3)), ("lbanp", Window(6, 3)),
-                         ("cmhp", None), ("gru", None)):  # fmt: skip
+    for name, forget in (("cmanp", None), ("cmanp", Decay(5)), ("cmanp", Window(6, 3)),
+                         ("lbanp", Window(6, 3)), ("cmhp", None), ("gru", None)):  # fmt: skip
         model = made.small(name)
         stream = Stream(model, batch=2, forget=forget)
         if name in ("cmhp", "gru"):
@@ -113,7 +115,9 @@ def models() -> dict[str, Sample]:
         model = made.small(name)
         family: Any = PointProcess if name == "cmhp" else NeuralProcess
         samples[name] = Sample(
-            _written(model.save_pretrained), family.from_pretrained, lambda m: (m.state_dict(), m.config, asked(m))
+            _written(model.save_pretrained),
+            family.from_pretrained,
+            lambda m: (m.state_dict(), m.config, asked(m)),
         )
     return samples
 

@@ -1,7 +1,7 @@
 """What changes: streams and estimators, led through random steps beside plain references."""
 
 import random
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def streams(draw: random.Random, folder: Path) -> str:
             given = [t[0].numpy() if draw.random() < 0.5 else t[0].tolist() for t in given] if n else given
         before = stream.count.item()
         chunk = draw.choice(calls.SIZES[:6])
-        done = attempt(lambda given=given, chunk=chunk: stream.observe(*given, chunk=chunk))
+        done = attempt(partial(stream.observe, *given, chunk=chunk))
         if isinstance(done, Refused):
             require(wrong, f"refused what is right: {done.error!r}")
             require(stream.count.item() == before, "an observation that was refused has changed the stream")
@@ -61,7 +61,10 @@ def streams(draw: random.Random, folder: Path) -> str:
     if isinstance(forget, Window):  # buckets of two: whole ones are let go
         n = x.shape[1]
         start = max(0, (n - forget.points + forget.bucket - 1) // forget.bucket * forget.bucket) if n else 0
-        require(n - start - forget.bucket <= stream.count.item() <= forget.points + forget.bucket, "another window")
+        require(
+            n - start - forget.bucket <= stream.count.item() <= forget.points + forget.bucket,
+            "another window",
+        )
         kept = n - int(stream.count)
         x, y = x[:, kept:], y[:, kept:]
     with torch.no_grad():
@@ -101,7 +104,11 @@ def estimators(draw: random.Random, folder: Path) -> str:
     found = base.spawn()
     if forget is None and how == "merge":
         for part in parts:
-            found = base.spawn().partial_fit(*part).merge(found) if found.learner_.seen else base.spawn().partial_fit(*part)
+            found = (
+                base.spawn().partial_fit(*part).merge(found)
+                if found.learner_.seen
+                else base.spawn().partial_fit(*part)
+            )
     else:
         for part in parts:
             found.partial_fit(*part)
@@ -114,23 +121,33 @@ def estimators(draw: random.Random, folder: Path) -> str:
         found.save(folder / "estimator")
         found = type(found).load(folder / "estimator")
         require(same(_answer(found, query), before), "answers otherwise after saving and loading")
-    require(close(_answer(found, query), _answer(expected, query), 1e-4), f"{how}: answers otherwise than all rows at once")
+    require(
+        close(_answer(found, query), _answer(expected, query), 1e-4),
+        f"{how}: answers otherwise than all rows at once",
+    )
     return RIGHT
 
 
 def _answer(estimator: Any, query: Any) -> Any:
-    return estimator.predict_proba(query) if isinstance(estimator, StreamingClassifier) else estimator.predict(query)
+    return (
+        estimator.predict_proba(query)
+        if isinstance(estimator, StreamingClassifier)
+        else estimator.predict(query)
+    )
 
 
 ODD_TABLES: tuple[Any, ...] = (
-    None, "x", 3, [], [[]], [1.0, 2.0], [[1.0, "a"], [2.0]], np.zeros((2, 2, 2)), np.zeros((0, 3)), {"a": [1.0]},
+    None, "x", 3, [], [[]], [1.0, 2.0], [[1.0, "a"], [2.0]], np.zeros((2, 2, 2)), np.zeros((0, 3)),
+    {"a": [1.0]},
     {"a": [1.0], "b": [2.0, 3.0], "word": ["red"]}, {"a": [1j], "b": [1.0], "word": ["red"]}, object(), {},
     {"a": [float("inf")], "b": [1.0], "word": ["red"]}, {"a": ["x"], "b": [1.0], "word": ["red"]},
     {"a": [1e308], "b": [-1e308], "word": [None]}, {"a": [None], "b": [None], "word": [None]},
-    {"a": [1.0], "b": [1.0], "word": [7]}, {"a": [[1.0]], "b": [1.0], "word": ["red"]}, {1: [1.0], 2: [1.0], 3: ["a"]},
+    {"a": [1.0], "b": [1.0], "word": [7]}, {"a": [[1.0]], "b": [1.0], "word": ["red"]}, {1: [1.0],
+    2: [1.0], 3: ["a"]},
 )  # fmt: skip
 ODD_TARGETS: tuple[Any, ...] = (
-    None, "x", 3, [], [None], [float("nan")], [float("inf")], [1e308], [[1.0, 2.0]], ["a"], [1j], [[["a"]]], [object()],
+    None, "x", 3, [], [None], [float("nan")], [float("inf")], [1e308], [[1.0, 2.0]], ["a"], [1j],
+    [[["a"]]], [object()],
     [b"a"], [True], [2**70], [[1.0]], np.zeros(3),
 )  # fmt: skip
 
@@ -145,15 +162,22 @@ def _wrong(draw: random.Random, base: Any, x: Any, y: Any) -> str:
     how = draw.choice(("partial_fit", "predict", "remove", "fit"))
     if how == "fit":
         estimator = type(base)(size=24)
-    work = {"partial_fit": lambda: estimator.partial_fit(*given), "predict": lambda: _answer(estimator, given[0]),
-            "remove": lambda: estimator.remove(*given), "fit": lambda: estimator.fit(*given)}[how]  # fmt: skip
+    work = {"partial_fit": lambda: estimator.partial_fit(*given),
+            "predict": lambda: _answer(estimator, given[0]),
+            "remove": lambda: estimator.remove(*given),
+            "fit": lambda: estimator.fit(*given)}[how]  # fmt: skip
     done = attempt(work)
     if isinstance(done, Refused):
         if how != "fit":
-            require(close(_answer(estimator, one), before), f"{how} was refused and has changed the estimator")
+            require(
+                close(_answer(estimator, one), before), f"{how} was refused and has changed the estimator"
+            )
         return REFUSED
     answer = attempt(lambda: _answer(estimator, one if how != "fit" else given[0]))
-    require(isinstance(answer, Refused) or bool(np.isfinite(answer).all()), f"{how} of {given!r}: answers are not finite")
+    require(
+        isinstance(answer, Refused) or bool(np.isfinite(answer).all()),
+        f"{how} of {given!r}: answers are not finite",
+    )
     return RIGHT
 
 

@@ -37,8 +37,12 @@ def attack(collection: Samples) -> Case:
                 content = damage.in_numbers(draw, before)
         for other, kept in sample.files.items():
             (folder / other).write_bytes(content if other == which else kept)
-        expects = next((expected()[n] for n, s in found().items() if content in s.files.values()), expected()[name])
-        outcome = judged(lambda: sample.read(folder), sample.answer, expects, exact=how in ("bytes", "header"))
+        expects = next(
+            (expected()[n] for n, s in found().items() if content in s.files.values()), expected()[name]
+        )
+        outcome = judged(
+            lambda: sample.read(folder), sample.answer, expects, exact=how in ("bytes", "header")
+        )
         written = any(content in other.files.values() for other in found().values())
         require(outcome == REFUSED or how != "bytes" or not binary or written, "other bytes were read")
         return outcome

@@ -16,7 +16,8 @@ from constmem.neural_processes import ConditioningError
 from constmem.training.folder import StoppedError
 
 DOCUMENTED = (
-    ValueError, TypeError, NotImplementedError, OSError, MemoryError, ImportError, ConditioningError, StoppedError,
+    ValueError, TypeError, NotImplementedError, OSError, MemoryError, ImportError,
+    ConditioningError, StoppedError,
 )  # fmt: skip
 HOME = str(Path(constmem.__file__).parent)
 RAISES = dis.opmap["RAISE_VARARGS"]
@@ -24,7 +25,7 @@ LONGEST = 4000  # letters of a message that somebody reads
 RIGHT, REFUSED = "right", "refused"
 
 
-class Finding(Exception):
+class Finding(Exception):  # noqa: N818
     """Something that must not happen has happened; the message says what."""
 
 
@@ -91,13 +92,17 @@ def same(found: Any, expected: Any) -> bool:
     if isinstance(expected, np.ndarray):
         alike = found.dtype == expected.dtype and found.shape == expected.shape
         return alike and (
-            found.tolist() == expected.tolist() if expected.dtype.hasobject else found.tobytes() == expected.tobytes()
+            found.tolist() == expected.tolist()
+            if expected.dtype.hasobject
+            else found.tobytes() == expected.tobytes()
         )
     return bool(found == expected)
 
 
 def close(found: Any, expected: Any, tolerance: float = 1e-6) -> bool:
     """Whether two arrays agree but for rounding."""
-    found, expected = (np.asarray(t.detach() if isinstance(t, torch.Tensor) else t, np.float64) for t in (found, expected))
+    found, expected = (
+        np.asarray(t.detach() if isinstance(t, torch.Tensor) else t, np.float64) for t in (found, expected)
+    )
     scale = 1.0 + float(np.abs(expected).max(initial=0.0))
     return found.shape == expected.shape and bool((np.abs(found - expected) <= tolerance * scale).all())
