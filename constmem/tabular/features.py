@@ -1,4 +1,4 @@
-"""`Features`: fixed nonlinear features of numeric columns, frozen after a warm-up, some of them from trees."""
+"""`Features`: fixed nonlinear features of numeric columns, frozen after a warm-up; trees give some."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
