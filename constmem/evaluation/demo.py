@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from constmem.core.progress import progress
 from constmem.data import POWER_PLANT, image_points, load_images, power_plant
 from constmem.evaluation.pictures import completions
 from constmem.neural_processes import CMANP
 from constmem.plots.curves import Panel, panels_of_lines
 from constmem.plots.images import completion_grid
-from constmem.stream import Stream
+from constmem.streams.stream import Stream
 from constmem.tabular.estimators import StreamingRegressor
-from constmem.training.log import progress
 
 ROWS, CHUNK = 8000, 1000  # of the power plant's hours to learn; the others are held out
 OURS, FOREST = "StreamingRegressor", "random forest"

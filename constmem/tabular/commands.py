@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from constmem.tabular.base import load
 from constmem.tabular.estimators import StreamingClassifier, StreamingRegressor
 from constmem.tabular.files import Chunk, TableFile, table_file
 from constmem.tabular.frames import Kind, missing
-from constmem.tabular.saving import load
-from constmem.tabular.writing import writing
+from constmem.tabular.writing import free, writing
 
 Estimator = StreamingRegressor | StreamingClassifier
 Report = Callable[[int, int], None]  # how much is done, of how much
@@ -126,12 +126,6 @@ def load_model(path: Path) -> Estimator:
 
 
 _CLASSES: dict[str, Any] = {c.__name__: c for c in (StreamingRegressor, StreamingClassifier)}
-
-
-def free(path: Path, *, replace: bool) -> None:
-    """Refuse to write over a file."""
-    if path.exists() and not replace:
-        raise FileExistsError(f"{path} exists already: take another --out, or give --replace")
 
 
 def _task(estimator: Estimator) -> str:

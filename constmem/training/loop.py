@@ -19,12 +19,13 @@ from constmem.core import checks, registry
 from constmem.core.checks import known
 from constmem.core.memory import Peak
 from constmem.core.model import Model
+from constmem.core.progress import progress
 from constmem.data import EventLog, Table
 from constmem.neural_processes import Scales
 from constmem.neural_processes.points import PointModel
 from constmem.training import capture
 from constmem.training.folder import CHECKPOINT, Keeper, StoppedError, claimed, describe
-from constmem.training.log import Log, Losses, progress
+from constmem.training.log import Log, Losses
 from constmem.training.muon import Muon
 from constmem.training.recipes import SAID_BY_DATA, EventRecipe, PointRecipe, Recipe
 from constmem.training.sources import Source, open_source

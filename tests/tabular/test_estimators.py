@@ -166,8 +166,8 @@ def test_quantiles_of_mixed_horizons_are_those_of_the_mixture() -> None:
     for start in range(0, 600, 50):
         estimator.partial_fit(x[start : start + 50], y[start : start + 50])
     answers, weights = estimator.learner_.answers(_frame(x[:7]))
-    assert len(weights) == 6
-    np.testing.assert_allclose(estimator.predict(x), estimator.predict(x, return_std=True)[0], rtol=1e-12)
+    assert len(weights) == 5
+    np.testing.assert_allclose(estimator.predict(x), estimator.predict(x, return_std=True)[0], rtol=1e-9)
     made = estimator.predict_quantiles(x[:7], [0.1, 0.8])
     for i, level in enumerate((0.1, 0.8)):
         parts = [stats.t(a.freedom, a.mean[:, 0], a.variance[:, 0].sqrt()).cdf(made[:, i]) for a in answers]

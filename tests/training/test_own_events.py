@@ -338,10 +338,10 @@ def test_options_and_models_that_do_not_fit_are_told_before_a_file_is_read(tmp_p
     path = tmp_path / "log.parquet"
     with pytest.raises(ValueError, match="--x are for models of points, but 'cmhp' is one of events"):
         fit_file(path, "cmhp", none | {"--x": "a"}, {})
-    with pytest.raises(ValueError, match="--user, --split are for models of events, but 'cnp'"):
-        fit_file(path, "cnp", none, {"--user": "a", "--mark": None, "--split": "time"})
-    with pytest.raises(ValueError, match="'cnp' is a model of points, which are read from CSV files"):
-        fit_file(path, "cnp", none, {})
+    with pytest.raises(ValueError, match="--user, --end are for models of events, but 'cnp'"):
+        fit_file(path, "cnp", none, {"--user": "a", "--mark": None, "--end": "last"})
+    with pytest.raises(ValueError, match=r"'cnp' is a model of points, .* from \.csv, \.tsv, \.parquet"):
+        fit_file(tmp_path / "log.json", "cnp", none, {})
     with pytest.raises(ValueError, match="no model 'cmph': did you mean 'cmhp'"):
         fit_file(path, "cmph", none, {})
     with pytest.raises(ValueError, match="'cnp' is no model of events"):
