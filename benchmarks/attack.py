@@ -20,7 +20,7 @@ from record import RESULTS, provenance, save
 ROOT = Path(__file__).parents[1]
 KILLS = 3  # of one case
 WHAT = {  # what a kind of attack does, and what must come of it
-    "states": "files of states of every kind: bits flipped, cut, mixed with others, headers and numbers edited",
+    "states": "files of states of every kind: bits flipped, cut, mixed, headers and numbers edited",
     "streams": "files of streams, the same",
     "models": "folders of models, the same: `config.json` and `model.safetensors`",
     "estimators": "files of estimators, the same",
