@@ -69,15 +69,15 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
         self.warmup = warmup
         self.size = size
         self.random_state = random_state
-
-    def __new__(cls, *_: Any, **__: Any) -> Any:
-        made = super().__new__(cls)
-        made._lock = RLock()  # not in the constructor, which takes parameters alone
-        return made
+        self._lock = RLock()
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
         return {name: value for name, value in state.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._lock = RLock()
 
     def _new_learner(self) -> Learner:
         for name, value, least in (("warmup", self.warmup, 1), ("size", self.size or SIZE, 16)):
