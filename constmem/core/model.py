@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from constmem.core import checks
 from constmem.core.files import read_json, read_tensors, write_tensors, write_text
-from constmem.core.identity import Snapshot
+from constmem.kernels import Snapshot
 
 SHIPPED = {
     path.parent.name: path.parent for path in Path(__file__).parents[1].glob("pretrained/*/config.json")

@@ -2,7 +2,7 @@
 
 The slots are parameters, so everything that depends on them alone can be computed before any data come: a
 `Prepared`, which never changes. Where gradients are not wanted an observation keeps the last one it made, and
-uses it again while every bit of the weights is the same (`identity.Snapshot`).
+uses it again while every bit of the weights is the same (`kernels.Snapshot`).
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from constmem import kernels
 from constmem.core.algebra import bias_of
-from constmem.core.identity import Snapshot, products
+from constmem.core.identity import products
 from constmem.core.layers import MLP, check_heads, refreshed
 from constmem.core.state import AttentionState
+from constmem.kernels import Snapshot
 
 NAMES = "slots", "slots_scale", "slots_shift", "tokens_scale", "tokens_shift", "query", "key_value"
 

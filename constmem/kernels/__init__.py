@@ -20,7 +20,7 @@ from constmem.kernels.gpu_fold import fold
 from constmem.kernels.graphs import Graphs
 from constmem.kernels.layers import attention, feed_forward
 from constmem.kernels.library import cache_folder
-from constmem.kernels.paths import CPU, GPU, PATHS, Path, traced
+from constmem.kernels.paths import CHECKSUM, CPU, GPU, PATHS, Path, traced
 from constmem.kernels.reference import EMPTY, Absorbed, Chunk, absorb, accumulate, joined, perceptron, scores
 
 __all__ = [
@@ -31,13 +31,13 @@ __all__ = [
     "Graphs",
     "Path",
     "Plans",
+    "Snapshot",
     "absorb",
     "accumulate",
     "attend",
     "attend_backward",
     "attention",
     "cache_folder",
-    "checksum",
     "choose",
     "chunk",
     "feed_forward",
@@ -54,6 +54,7 @@ __all__ = [
 
 Exact = Callable[[], tuple[Float[Tensor, "*depth h s c"], Float[Tensor, "kv d"], Float[Tensor, " kv"]]]
 _UNKNOWN: Any = object()
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class Plans:
@@ -143,11 +144,87 @@ def chunk(dtype: torch.dtype, device: torch.device) -> int | None:
     return cpu.LONGEST if dtype == torch.float32 and device.type == "cpu" and cpu.usable() else None
 
 
-def checksum(tensors: Sequence[Tensor]) -> cpu.Checksum | None:
-    """What finds a number that changes with any bit of these; None where there is no machine code for it."""
-    able = cpu.usable() and all(t.device.type == "cpu" and t.is_contiguous() for t in tensors)
-    able = able and all(t.data_ptr() or t.numel() == 0 for t in tensors)  # memory may have been given back
-    return cpu.Checksum(tensors) if able else None
+class Snapshot:
+    """What some tensors held at one moment; `holds` says whether tensors still hold the same.
+
+    Version counters and addresses do not tell: code writes through `parameter.data`, through NumPy arrays
+    that share the memory, by fused optimisers and by kernels of its own, and swaps tensors for others. So all
+    bits are looked at each time: as a checksum of 64 bits, at the speed of reading them (on a CPU half a
+    million bytes take microseconds, on a GPU it is one launch), or else by comparison with a copy.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.randn(3, 4))
+        >>> before = Snapshot([weight])
+        >>> before.holds([weight]), before.holds([weight.detach().clone()])
+        (True, True)
+        >>> weight.data[1, 2] += 1  # no version counter tells
+        >>> before.holds([weight])
+        False
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        kept = [t.detach() for t in tensors]
+        self._kinds = [(t.shape, t.dtype, t.device) for t in kept]
+        self._copy: list[Tensor] | None = None
+        self._now: Callable[[], int | None] | None = None
+        self._sum: int | None = None
+        if not self._summed(kept):
+            self._copy = _bits(kept)
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these, one by one, have the shapes, kinds and bits of those the snapshot was taken of."""
+        if (
+            self._now is not None
+            and list(map(Tensor.data_ptr, tensors)) == self._where
+            and all(map(Tensor.is_contiguous, tensors))  # in the order that it was
+            and list(map(Tensor.numel, tensors)) == self._sizes
+        ):
+            return self._now() == self._sum
+        tensors = [t.detach() for t in tensors]
+        if [(t.shape, t.dtype, t.device) for t in tensors] != self._kinds:
+            return False
+        if self._copy is not None:
+            return all(torch.equal(a, b) for a, b in zip(_bits(tensors), self._copy, strict=True))
+        return self._summed(tensors)
+
+    def _summed(self, tensors: list[Tensor]) -> bool:
+        """Whether these have the checksum of those before, if there were any; it is theirs from now on."""
+        now = _checksum(tensors)
+        found = None if now is None else now()
+        if found is None or self._sum not in (None, found):
+            return False
+        self._now, self._sum = now, found
+        self._kept = tensors  # so that their memory goes to no others
+        self._where, self._sizes = [t.data_ptr() for t in tensors], [t.numel() for t in tensors]
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {
+            "_now": None,
+            "_kept": None,
+        }  # a copy is asked about tensors that lie elsewhere
+
+
+def _checksum(tensors: Sequence[Tensor]) -> Callable[[], int | None] | None:
+    """What finds a number that changes with any bit of these; None where nothing can."""
+    where = {t.device for t in tensors}
+    able = len(where) == 1 and all(t.is_contiguous() for t in tensors)
+    if not able or not all(
+        t.data_ptr() or t.numel() == 0 for t in tensors
+    ):  # memory may have been given back
+        return None
+    if gpu.usable(device := where.pop()):
+        found = None if CHECKSUM.failed else CHECKSUM.attempt(lambda: gpu.checksum(tensors))
+        return None if found is None else lambda: CHECKSUM.attempt(found)
+    return cpu.checksum(tensors) if device.type == "cpu" and cpu.usable() else None
+
+
+def _bits(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A copy of the tensors' bits as integers, together: few launches on a GPU."""
+    words = [t.contiguous().view(-1).view(_WORDS[t.element_size()]) for t in tensors]
+    return [
+        torch.cat([w for w in words if w.dtype == kind]) for kind in dict.fromkeys(w.dtype for w in words)
+    ]
 
 
 def plain(device: torch.device) -> bool:

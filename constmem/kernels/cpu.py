@@ -14,7 +14,7 @@ import ctypes
 import functools
 import mmap
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import log2, prod
 from typing import NamedTuple
 
@@ -194,27 +194,13 @@ def merges(*tensors: Tensor) -> bool:
     )
 
 
-class Checksum:
-    """A number that changes with any bit of some tensors on a CPU, found at the speed of reading them."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._kept = tensors  # so that their memory goes to no others
-        self._where = [t.data_ptr() for t in tensors]
-        self._pieces = (
-            len(tensors),
-            (POINTER * len(tensors))(*self._where),
-            (NUMBER * len(tensors))(*(t.nbytes for t in tensors)),
-        )
-
-    def __call__(self) -> int:
-        found = library()
-        assert found is not None  # as when this was made
-        return int(found.checksum(*self._pieces))
-
-    def reads(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether it is of the memory that these have now."""
-        same = list(map(Tensor.data_ptr, tensors)) == self._where
-        return same and all(map(Tensor.is_contiguous, tensors))  # in the order that it has now
+def checksum(tensors: Sequence[Tensor]) -> Callable[[], int]:
+    """What finds a number that changes with any bit of these, at the speed of reading them."""
+    found = library()
+    assert found is not None  # as `usable` says
+    where = (POINTER * len(tensors))(*(t.data_ptr() for t in tensors))
+    sizes = (NUMBER * len(tensors))(*(t.nbytes for t in tensors))
+    return functools.partial(found.checksum, len(tensors), where, sizes)
 
 
 def reads(t: Tensor) -> bool:

@@ -95,6 +95,12 @@ def test_weights_changed_between_updates_are_seen_by_the_kernels() -> None:
     assert max(differences) < 1e-4
 
 
+@has_triton
+def test_the_checksum_is_that_of_its_formula_and_sees_every_bit() -> None:
+    (found,) = interpreted(("checksum", {}))
+    assert found == {"formula": 0, "missed": 0, "imagined": 0, "failures": []}
+
+
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has not yet asked for kernels, on a machine that seems to have a GPU."""
