@@ -112,6 +112,11 @@ def refreshed(module: nn.Module) -> nn.Module:
     return module
 
 
+def _on_gpu(x: Tensor) -> bool:
+    """Whether one operator may do all of a layer; asked first, since small queries feel every look-up."""
+    return x.is_cuda
+
+
 def _plain(*layers: nn.Module) -> bool:
     """Whether these are no more than their weights and biases."""
     return all(type(layer) is nn.Linear and not layer._forward_pre_hooks for layer in layers)
@@ -167,9 +172,10 @@ class CrossAttention(nn.Module):
         context: Float[Tensor, "b n d"],
         mask: Bool[Tensor, "b n"] | None = None,
     ) -> Float[Tensor, "b m d"]:
-        whole = self.attention.whole(x, context, mask, self.norm, self.norm_context, self.normed)
-        if whole is not None:
-            return whole
+        if _on_gpu(x):
+            whole = self.attention.whole(x, context, mask, self.norm, self.norm_context, self.normed)
+            if whole is not None:
+                return whole
         normed = self.norm(x)
         out: Tensor = self.attention(normed, self.norm_context(context), mask)
         return out + (normed if self.normed else x)
@@ -189,9 +195,10 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: Float[Tensor, "b m d"], mask: Bool[Tensor, "b m"] | None = None
     ) -> Float[Tensor, "b m d"]:
-        whole = self.attention.whole(x, None, mask, self.norm, None, self.normed)
-        if whole is not None:
-            return whole
+        if _on_gpu(x):
+            whole = self.attention.whole(x, None, mask, self.norm, None, self.normed)
+            if whole is not None:
+                return whole
         normed = self.norm(x)
         out: Tensor = self.attention(normed, normed, mask)
         return out + (normed if self.normed else x)
@@ -251,7 +258,7 @@ class FeedForward(nn.Module):
         self.contract = keep_variance(nn.Linear(hidden, dim))
 
     def forward(self, x: Float[Tensor, "b m d"]) -> Float[Tensor, "b m d"]:
-        if _plain(self.expand, self.contract):
+        if _on_gpu(x) and _plain(self.expand, self.contract):
             parts = self.norm, self.expand, self.contract
             weights = (t for part in parts for t in (part.weight, part.bias))
             whole = kernels.feed_forward(x, *weights, eps=self.norm.eps, normed=self.normed)
