@@ -212,7 +212,7 @@ class Stream:
 
     def _read(self, held: _Held) -> Any:
         """What predictions need of what is held: as remembered, if nothing has changed since."""
-        weights = self.model.weights()
+        weights = self.model.reading_weights()
         reading = self._reading
         if reading is None or reading.held is not held or not reading.weights.holds(weights):
             state = _whole(held)

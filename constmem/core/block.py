@@ -19,6 +19,8 @@ from constmem.core.layers import (
     SelfAttention,
     check_residual,
     keep_variance,
+    normed_slots,
+    refreshed,
 )
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
@@ -115,8 +117,8 @@ class CMABStack(nn.Module):
         self, value: Float[Tensor, "b depth h s c"], latents: Float[Tensor, "b l d"]
     ) -> list[Float[Tensor, "b l d"]]:
         """The latents after each block, from a state's value: nothing else of it is read."""
-        observation = self.observation
-        slots = observation.normed_slots() if self.normed else observation.slots
+        own = refreshed(self.observation)
+        slots = normed_slots(own.slots, own.slots_scale, own.slots_shift) if self.normed else own.slots
         values = value.to(latents.dtype)
         levels: list[Tensor] = []
         for i, reading in enumerate(self.readings):

@@ -6,6 +6,7 @@ serves, and PyTorch's operators do. A path that fails says so in one line of the
 `PATHS` shows them (`Path.failed`), `reset()` has them tried anew.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from constmem.kernels.graphs import Graphs
 from constmem.kernels.layers import attention, feed_forward
 from constmem.kernels.library import cache_folder
 from constmem.kernels.paths import CHECKSUM, CPU, GPU, PATHS, Path, traced
-from constmem.kernels.reference import EMPTY, Absorbed, Chunk, absorb, accumulate, joined, perceptron, scores
+from constmem.kernels.reference import EMPTY, Absorbed, Chunk, absorb, accumulate, joined, scores
 
 __all__ = [
     "EMPTY",
@@ -45,7 +46,6 @@ __all__ = [
     "joined",
     "merge",
     "observe",
-    "perceptron",
     "plain",
     "reset",
     "scores",
@@ -72,12 +72,16 @@ class Plans:
         self._laid: dict[str, Any] = {}  # by precision; another thread may lay out the same at the same time
 
     def cpu(self) -> cpu.Plan | None:
-        """For machine code, if it can read these weights."""
+        """For machine code, if there is any that can read these weights."""
         plan: cpu.Plan | None = self._laid.get("cpu", _UNKNOWN)
         if plan is _UNKNOWN:
-            known = all(cpu.reads(t) for t in (self.slots, *(t for layer in self.layers for t in layer)))
+            known = cpu.usable() and all(
+                cpu.reads(t) for t in (self.slots, *(t for layer in self.layers for t in layer))
+            )
             exact = (t.float() for t in self.exact()) if known else ()
             plan = self._laid["cpu"] = cpu.Plan(cpu.pack(*exact), self.layers) if known else None
+            if known:
+                CPU.chosen()
         return plan
 
     def gpu(self) -> gpu.Plan | None:
@@ -98,12 +102,10 @@ def observe(
     if data.shape[1] == 0 or data.shape[2] != plans.inputs:
         return None
     bias = None if bias is None else bias.expand(data.shape[:2])
-    if gpu.usable(data.device):
-        return GPU.attempt(lambda: _by_kernels(plans, data, bias))
-    if not _by_machine_code(data):
-        return None
     plan = plans.cpu()
-    return None if plan is None else cpu.observe(plan, data, bias)
+    if plan is not None:
+        return cpu.observe(plan, data, bias) if cpu.reads(data) else None
+    return GPU.attempt(lambda: _by_kernels(plans, data, bias)) if gpu.usable(data.device) else None
 
 
 def update(
@@ -112,14 +114,13 @@ def update(
     """States in float64 with one point more for each task."""
     if data.shape[2] != plans.inputs:
         return None
-    if gpu.usable(data.device):
-        few = 0 < data.shape[0] <= gpu.FEW
-        plan = GPU.attempt(plans.gpu) if few else None
-        return None if plan is None else GPU.attempt(lambda: gpu.extended(plan, data, value, lse))
-    ready = plans.cpu() if _by_machine_code(data) else None
-    if ready is None or ready.weights.channels != ready.shape[-1]:  # padded channels
-        return None
-    return cpu.update(ready, data, value, lse)
+    ready = plans.cpu()
+    if ready is not None:
+        exact = ready.weights.channels == ready.shape[-1]  # no padded channels
+        return cpu.update(ready, data, value, lse) if exact and cpu.reads(data) else None
+    few = 0 < data.shape[0] <= gpu.FEW and gpu.usable(data.device)
+    plan = GPU.attempt(plans.gpu) if few else None
+    return None if plan is None else GPU.attempt(lambda: gpu.extended(plan, data, value, lse))
 
 
 def merge(
@@ -139,9 +140,18 @@ def chunk(dtype: torch.dtype, device: torch.device) -> int | None:
     """How many points are best observed at a time by what serves there; None where operators do."""
     if dtype == torch.float64:
         return None
-    if gpu.usable(device):
-        return gpu.CHUNK
-    return cpu.LONGEST if dtype == torch.float32 and device.type == "cpu" and cpu.usable() else None
+    if device.type != "cpu":
+        return gpu.CHUNK if gpu.usable(device) else None
+    return cpu.LONGEST if dtype == torch.float32 and library.library() is not None else None
+
+
+class _Seen(threading.local):
+    """The snapshots that a thread has just seen to hold."""
+
+    snapshots: tuple["Snapshot", ...] = ()
+
+
+_seen = _Seen()
 
 
 class Snapshot:
@@ -165,11 +175,10 @@ class Snapshot:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         kept = [t.detach() for t in tensors]
         self._kinds = [(t.shape, t.dtype, t.device) for t in kept]
-        self._copy: list[Tensor] | None = None
         self._now: Callable[[], int | None] | None = None
         self._sum: int | None = None
-        if not self._summed(kept):
-            self._copy = _bits(kept)
+        self._where: list[int] = []
+        self._copy = None if self._summed(kept) else _bits(kept)
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these, one by one, have the shapes, kinds and bits of those the snapshot was taken of."""
@@ -186,6 +195,24 @@ class Snapshot:
         if self._copy is not None:
             return all(torch.equal(a, b) for a, b in zip(_bits(tensors), self._copy, strict=True))
         return self._summed(tensors)
+
+    def __enter__(self) -> None:
+        """Inside of `with snapshot`, which was just seen to hold, this thread need not look again."""
+        _seen.snapshots = *_seen.snapshots, self
+
+    def __exit__(self, *_: object) -> None:
+        _seen.snapshots = _seen.snapshots[:-1]
+
+    @property
+    def fresh(self) -> bool:
+        """Whether this thread has just seen that it holds."""
+        return self in _seen.snapshots
+
+    @staticmethod
+    def freshest(tensors: Sequence[Tensor]) -> "Snapshot | None":
+        """What this thread has seen last to hold, if that was of these tensors, and perhaps more."""
+        last = _seen.snapshots[-1] if _seen.snapshots else None
+        return last if last is not None and {t.data_ptr() for t in tensors} <= {*last._where} else None
 
     def _summed(self, tensors: list[Tensor]) -> bool:
         """Whether these have the checksum of those before, if there were any; it is theirs from now on."""
@@ -238,13 +265,6 @@ def reset() -> None:
         path.reset()
     library.library.cache_clear()
     gpu.forget()
-
-
-def _by_machine_code(data: Tensor) -> bool:
-    if data.dtype != torch.float32 or data.device.type != "cpu" or not cpu.usable():
-        return False
-    CPU.chosen()
-    return True
 
 
 def _by_kernels(

@@ -71,6 +71,7 @@ class Plan:
         self.pointer = ctypes.byref(content)
         self.shape = sizes
         self.weights = weights
+        self.halves = _halves()  # as is asked for now: settings that change get another plan
         self._kept = layers, parts  # what the addresses point to
 
 
@@ -139,7 +140,7 @@ def observe(
     bias = None if bias is None else bias.float().contiguous()
     weights = None if bias is None else bias.data_ptr()
     _run(
-        "observe", plan.pointer, b, n, data.data_ptr(), weights, torch.get_num_threads(), _halves(),
+        "observe", plan.pointer, b, n, data.data_ptr(), weights, torch.get_num_threads(), plan.halves,
         value.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
     return value[..., : plan.weights.channels], lse
@@ -172,8 +173,9 @@ def update(
     lse: Float[Tensor, "b *h s"],
 ) -> tuple[Float[Tensor, "b *h s c"], Float[Tensor, "b *h s"]]:
     """States in float64 with one point more for each task: `observe` and `merge` in one call."""
-    data, value, lse = (t if t.is_contiguous() else t.contiguous() for t in (data, value, lse))
-    merged, merged_lse = empty(*value.shape), torch.empty_like(lse)
+    data, value, lse = data.contiguous(), value.contiguous(), lse.contiguous()
+    small = value.nbytes <= SMALLEST
+    merged, merged_lse = torch.empty_like(value) if small else empty(*value.shape), torch.empty_like(lse)
     _run(
         "update", plan.pointer, data.shape[0], data.data_ptr(), value.data_ptr(), lse.data_ptr(),
         torch.get_num_threads(), merged.data_ptr(), merged_lse.data_ptr(),
@@ -204,8 +206,8 @@ def checksum(tensors: Sequence[Tensor]) -> Callable[[], int]:
 
 
 def reads(t: Tensor) -> bool:
-    """Whether machine code can read it: it knows numbers of one kind only."""
-    return t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous()
+    """Whether machine code knows numbers of this kind, where they are."""
+    return t.dtype == torch.float32 and t.device.type == "cpu"
 
 
 def usable() -> bool:

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -87,16 +86,6 @@ def absorb(
     rows = (queries @ key.unflatten(0, (heads, channels))).flatten(0, 1)
     score = (queries @ key_shift.view(heads, channels, 1)).flatten()
     return Absorbed(rows, score, value.unflatten(0, (heads, channels)), value_shift.view(heads, channels))
-
-
-def perceptron(
-    x: Float[Tensor, "*b i"], layers: Iterable[tuple[Float[Tensor, "_o _i"], Float[Tensor, " _o"]]]
-) -> Float[Tensor, "*b o"]:
-    """Linear layers, each a weight and a bias, with ReLU between them."""
-    in_place = not torch.is_grad_enabled()  # what is needed no more is written over: a sixth faster
-    for i, (weight, bias) in enumerate(layers):
-        x = F.linear(x if i == 0 else F.relu(x, inplace=in_place), weight, bias)
-    return x
 
 
 def joined(*chunks: Chunk) -> Chunk:

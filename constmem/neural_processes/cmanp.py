@@ -1,5 +1,6 @@
 """Constant Memory Attentive Neural Process: stacked CMABs, and a decoder that reads every level."""
 
+from collections.abc import Set
 from typing import Any, ClassVar
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 from constmem.core import checks
 from constmem.core.block import CMABStack
 from constmem.core.fold import Chunk, fold, fused_fold
-from constmem.core.layers import MLP, CrossAttention, FeedForward, Residual
+from constmem.core.layers import MLP, CrossAttention, FeedForward, Residual, on_gpu
+from constmem.core.model import listed
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
 from constmem.kernels import Graphs
@@ -46,6 +48,7 @@ class CMANP(NeuralProcess):
     """
 
     name: ClassVar[str] = "cmanp"
+    decoding: ClassVar[Set[str]] = {"embed_target", "cross", "feed", "head"}
 
     def __init__(
         self,
@@ -91,16 +94,15 @@ class CMANP(NeuralProcess):
         self, x: Tensor, y: Tensor, mask: Tensor | None, log_weight: Tensor | None
     ) -> AttentionState:
         points = torch.cat([x, y], -1).to(self.dtype)
-        return self.stack.observe(points, mask, log_weight, embed=self.embed)
+        return self.stack.observation.observe(points, mask, log_weight, embed=self.embed)
 
     def _extended(
         self, state: AttentionState, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int | None
     ) -> AttentionState:
         if x.shape[1] == 1 and mask is None and not self._learns():
             own_x, own_y, _ = self._scaled((x, y, None))
-            points, weights = torch.cat([own_x, own_y], -1).to(self.dtype), self._weights_of(state)
-            observation = self.stack.observation
-            found = observation.extended(state, points, embed=self.embed, known_as=weights)
+            points = torch.cat([own_x, own_y], -1).to(self.dtype)
+            found = self.stack.observation.extended(state, points, embed=self.embed)
             if found is not None and checks.surely_finite(points):  # asked last: a GPU is at work meanwhile
                 return found
         return super()._extended(state, x, y, mask, chunk)
@@ -116,9 +118,8 @@ class CMANP(NeuralProcess):
         return fold(_Projection(self.embed, observation), observation.prepared().queries, chunks)
 
     def observing_parameters(self) -> list[Tensor]:
-        stack: Any = self._modules["stack"]  # past the look-ups of modules: small updates feel those
-        embed: Any = self._modules["embed"]
-        return [*embed.tensors(), *stack._modules["observation"].weights()]
+        own: Any = self._modules  # past the look-ups of modules: small updates feel those
+        return listed(own["embed"], own["stack"]._modules["observation"])
 
     @property
     def layout(self) -> tuple[int, ...]:
@@ -126,7 +127,8 @@ class CMANP(NeuralProcess):
 
     def read(self, state: AttentionState) -> Float[Tensor, "b depth l d"]:
         """The latents after every block."""
-        return self._graphs.run(self, self._read, state.value)
+        work, value = self._read, state.value
+        return self._graphs.run(self, work, value) if on_gpu(value) else work(value)
 
     def _read(self, value: Float[Tensor, "b depth h s c"]) -> Float[Tensor, "b depth l d"]:
         return torch.stack(self.stack.read_value(value, self.latents.expand(len(value), -1, -1)), 1)
@@ -134,7 +136,8 @@ class CMANP(NeuralProcess):
     def decode(
         self, memory: Float[Tensor, "b depth l d"], xt: Float[Tensor, "b m x"]
     ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
-        return self._graphs.run(self, self._decode, memory, xt)
+        given = memory, xt
+        return self._graphs.run(self, self._decode, *given) if on_gpu(memory) else self._decode(*given)
 
     def _decode(self, memory: Tensor, xt: Tensor) -> tuple[Tensor, Tensor]:
         tokens = self.embed_target(xt.to(memory.dtype))

@@ -195,8 +195,9 @@ class PointModel(Model, Generic[S]):
     # Inside
 
     def _signed_by(self) -> Sequence[Tensor]:
-        parameters = super()._signed_by()
-        return parameters if self.scales is None else [*parameters, *self.scales.buffers()]
+        scales = self._modules["scales"]  # past the look-up of modules
+        own = self.observing_parameters()
+        return own if scales is None else [*own, *scales.buffers()]
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
         units = {k.removeprefix(_UNITS): t for k, t in tensors.items() if k.startswith(_UNITS)}
@@ -205,7 +206,8 @@ class PointModel(Model, Generic[S]):
 
     def _scaled(self, chunk: Chunk) -> Chunk:
         """Points in the model's own units."""
-        return chunk if self.scales is None else cleared(*self.scales(chunk))
+        scales = self._modules["scales"]
+        return chunk if scales is None else cleared(*scales(chunk))
 
     def _slices(self, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> Iterator[Chunk]:
         """Points in chunks and in the model's own units."""
@@ -236,8 +238,9 @@ class PointModel(Model, Generic[S]):
         real = (points if mask is None else points[mask]).reshape(-1, points.shape[-1])
         if not len(real):
             return
-        for channel, (low, high) in enumerate(self.domain.get(name, [])):
-            least, most = (v.item() for v in real[:, channel].aminmax())
+        extremes = zip(*(t.tolist() for t in real.aminmax(dim=0)), strict=True)
+        domain = self.domain.get(name, [])
+        for channel, ((low, high), (least, most)) in enumerate(zip(domain, extremes, strict=False)):
             if least < low - (high - low) / 2 or most > high + (high - low) / 2:
                 self.domain = {}
                 warnings.warn(

@@ -30,7 +30,7 @@ def ready() -> None:
     from constmem.kernels import triton_feed_forward as triton_norm
 
     triton_norm.TF32, triton_norm.HALF, layers.HALF = "ieee", tl.float16, torch.float16
-    layers.on_gpu = core_layers._on_gpu = lambda _: True
+    layers.on_gpu = core_layers.on_gpu = lambda _: True
     layers._coarse = lambda: True
     gpu.able = lambda _: True
     gpu.place = lambda _: torch.device("cpu")

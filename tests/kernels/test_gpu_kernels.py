@@ -22,6 +22,7 @@ from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
 from constmem.kernels import cpu, gpu, graphs
 from constmem.kernels.paths import GPU
+from constmem.neural_processes import cmanp
 
 has_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 KINDS = "plain", "masked", "weighted", "embedded", "sharp"
@@ -272,6 +273,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(graphs, "_capture", capture)
     monkeypatch.setattr(gpu, "usable", lambda _: True)
+    monkeypatch.setattr(cmanp, "on_gpu", lambda _: True)
     return made
 
 

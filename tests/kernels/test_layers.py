@@ -89,7 +89,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that seems to have a GPU, on which nothing has been rehearsed."""
     kernels.reset()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    for module, name in ((layers, "on_gpu"), (core_layers, "_on_gpu")):
+    for module, name in ((layers, "on_gpu"), (core_layers, "on_gpu")):
         monkeypatch.setattr(module, name, lambda _: True)
     monkeypatch.setattr(layers, "_coarse", lambda: True)
     monkeypatch.setattr(gpu, "place", lambda _: torch.device("cpu"))
