@@ -100,7 +100,7 @@ def checksum(tensors: Sequence[Tensor]) -> Callable[[], int]:
         rows += [(t.data_ptr() + word * i, min(words - i, found.WORDS), before + i) for i in starts]
         before += words
     table = torch.tensor(rows, dtype=torch.int64, device=tensors[0].device).view(-1, 3)
-    return lambda: int(found.checksum(table, 8 * word).item())
+    return lambda: sum(found.checksum(table, 8 * word).tolist()) % 2**64
 
 
 def forget() -> None:

@@ -90,7 +90,7 @@ def _extended(
 
 
 @triton.jit
-def _checksum(table, total, BITS: tl.constexpr, SIZE: tl.constexpr):
+def _checksum(table, sums, BITS: tl.constexpr, SIZE: tl.constexpr):
     """Add up what each word and its place are mixed to: one to one, so that no single word changes unseen."""
     row, at = table + 3 * tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
     where, words, first = tl.load(row), tl.load(row + 1), tl.load(row + 2)
@@ -100,14 +100,14 @@ def _checksum(table, total, BITS: tl.constexpr, SIZE: tl.constexpr):
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     x = tl.where(at < words, x ^ (x >> 31), 0)
-    tl.atomic_add(total, tl.sum(x.to(tl.int64), 0))  # in any order
+    tl.store(sums + tl.program_id(0), tl.sum(x.to(tl.int64), 0))
 
 
-def checksum(table: Int[Tensor, "p 3"], bits: int) -> Int[Tensor, " 1"]:
-    """All words of pieces of memory (address, words, words before it) as one number."""
-    total = torch.zeros(1, dtype=torch.int64, device=table.device)
-    launch(_checksum, (len(table),), table, total, BITS=bits, SIZE=WORDS)
-    return total
+def checksum(table: Int[Tensor, "p 3"], bits: int) -> Int[Tensor, " p"]:
+    """A number for each piece of memory (address, words, words before it), in which all its bits are."""
+    sums = torch.empty(len(table), dtype=torch.int64, device=table.device)
+    launch(_checksum, (len(table),), table, sums, BITS=bits, SIZE=WORDS)
+    return sums
 
 
 def merge(

@@ -78,6 +78,13 @@ def filled(parts: Iterator[tuple[Tensor, Tensor]], m: int) -> tuple[Tensor, Tens
     return mean, std
 
 
+def near(bounds: Sequence[float], number: float) -> bool:
+    """Whether a number is in a range, or beyond it by at most half of its width."""
+    low, high = bounds
+    more = (high - low) / 2
+    return low - more <= number <= high + more
+
+
 def batch_of(memory: Tensor | tuple[Any, ...]) -> int:
     """The batch of what `read` gave: its first tensor's."""
     while not isinstance(memory, Tensor):
@@ -221,17 +228,30 @@ class PointModel(Model, Generic[S]):
         checks.points("y", y, self.dim_y, like=x, device=device)
         if mask is not None:
             checks.mask(mask, x)
+        compared = self.domain and (x.shape[1] > 1 or self._due()) and not checks.traced(device)
+        own = self._taken(x, y) if compared else ()
+        if compared and mask is None and self._familiar(*zip("xy", own, strict=True)):
+            return
         if values:
             self._check_values(x, y, mask, chunk)
-        if self.domain and (x.shape[1] > 1 or self._due()) and not checks.traced(device):
-            own_x, own_y, _ = self._scaled((x, y, None))
-            self._compare_with_domain("x", own_x, mask)
-            self._compare_with_domain("y", own_y, mask)
+        for name, points in zip("xy", own, strict=False):
+            self._compare_with_domain(name, points, mask)
 
     def _due(self) -> bool:
         """Whether a single point is to be looked at: not every one is, since that takes 10 us."""
         self._calls[0] += 1
         return self._calls[0] % 64 == 1
+
+    def _familiar(self, *named: tuple[str, Tensor]) -> bool:
+        """Whether all numbers are as those the model was trained on, and so finite: one wait for a GPU."""
+        bounds = [bound for name, _ in named for bound in self.domain.get(name, [])]
+        flat = [points.reshape(-1, points.shape[-1]) for _, points in named]
+        if len(bounds) != sum(t.shape[-1] for t in flat) or not all(map(len, flat)):
+            return False
+        least, most = zip(*(t.aminmax(dim=0) for t in flat), strict=True)
+        found = torch.cat([*least, *most]).tolist()
+        pairs = zip(bounds, found[: len(bounds)], found[len(bounds) :], strict=True)
+        return all(near(bound, low) and near(bound, high) for bound, low, high in pairs)
 
     def _compare_with_domain(self, name: str, points: Tensor, mask: Tensor | None = None) -> None:
         """Warn, once, of numbers beyond what the model was trained on by more than half of that range."""
@@ -241,7 +261,7 @@ class PointModel(Model, Generic[S]):
         extremes = zip(*(t.tolist() for t in real.aminmax(dim=0)), strict=True)
         domain = self.domain.get(name, [])
         for channel, ((low, high), (least, most)) in enumerate(zip(domain, extremes, strict=False)):
-            if least < low - (high - low) / 2 or most > high + (high - low) / 2:
+            if not (near((low, high), least) and near((low, high), most)):
                 self.domain = {}
                 warnings.warn(
                     f"channel {channel} of {name} goes from {least:.3g} to {most:.3g} in the model's units, "
@@ -265,8 +285,11 @@ class PointModel(Model, Generic[S]):
         """Refuse targets of other channels, elsewhere, or not finite as the model takes them."""
         checks.points("xt", xt, self.dim_x, device=self.device)
         taken = xt if self.scales is None else self.scales.inputs(xt)
+        compared = bool(self.domain) and not checks.traced(self.device)
+        if compared and self._familiar(("x", taken.to(self.dtype))):
+            return
         checks.finite("xt", xt, taken=taken.to(self.dtype))
-        if self.domain and not checks.traced(self.device):
+        if compared:
             self._compare_with_domain("x", taken)
 
     def _taken(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
