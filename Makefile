@@ -8,7 +8,7 @@ SHAPED := tests/core tests/neural_processes tests/point_processes tests/laws tes
 
 .PHONY: demo test check bench wheel-test clean
 
-demo: $(VENV)/.train  ## train a small model on real digits, stream pixels into it, draw what it sees
+demo: $(VENV)/.train  ## learn a power plant's rows as a stream, beside a forest; complete digits; draw both
 	$(BIN)/constmem demo
 
 test: $(VENV)/.dev  ## the tests, then once more with every shape annotation checked at run time

@@ -62,7 +62,7 @@ class CachedTransformer:
         token = self.model.embed(torch.cat([x, y], -1))
         n = cache.count + 1
         for i, layer in enumerate(self.model.layers):
-            q, k, v = layer._project(token, token)  # type: ignore[operator]
+            q, k, v = layer.project(token, token)  # type: ignore[operator]
             cache.keys[i, :, :, n - 1 : n], cache.values[i, :, :, n - 1 : n] = k, v
             token = _finished(layer, token, attend(q, cache.keys[i, :, :, :n], cache.values[i, :, :, :n]))
         return Cache(cache.keys, cache.values, n)
@@ -71,7 +71,7 @@ class CachedTransformer:
         """Mean and standard deviation at targets, which attend to all that is cached."""
         tokens = self.model.embed(torch.cat([xt, xt.new_zeros(*xt.shape[:2], self.model.dim_y)], -1))
         for i, layer in enumerate(self.model.layers):
-            q, _, _ = layer._project(tokens, tokens)  # type: ignore[operator]
+            q, _, _ = layer.project(tokens, tokens)  # type: ignore[operator]
             keys, values = cache.keys[i, :, :, : cache.count], cache.values[i, :, :, : cache.count]
             tokens = _finished(layer, tokens, attend(q, keys, values))
         mean, std = self.model.head(tokens)

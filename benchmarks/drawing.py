@@ -1,24 +1,18 @@
-"""Draws the README's pictures: the block, and what the code on its first screen does.
+"""Draws the README's pictures: the block, and the stream of its first screen beside a forest.
 
-python benchmarks/drawing.py    # writes docs/block.png and docs/stream.png
+python benchmarks/drawing.py    # writes docs/block.png and docs/power.png
 """
 
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from constmem import Stream
-from constmem.plots.figure import BLUE, GREY, RED, bare, plain, pyplot, save_figure
+from constmem.evaluation.demo import power_picture, power_stream
+from constmem.plots import BLUE, GREY, RED, bare, pyplot, save_figure
 
-ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
 LEARNED, DATA, STATE, READ = "#eceff4", "#dbe9f8", "#ffe8cc", "#ffffff"
-UNKNOWN = "#cfe0f5"
-SIZES = 1, 6, 12, 24, 48  # pixels shown
-FINE = 28  # rows and columns at which completions are asked for
 
 
 def block(path: Path) -> Path:
@@ -80,76 +74,10 @@ def _arrow(axis: Any, start: tuple[float, float], stop: tuple[float, float]) -> 
     axis.annotate("", stop, start, arrowprops={"arrowstyle": "-|>", "color": "#444444", "lw": 1.2})
 
 
-def stream(path: Path) -> Path:
-    """Error and bytes of the README's first code against pixels shown, and one digit on the way."""
-    from contextlib import redirect_stdout
-    from io import StringIO
-
-    code = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert code is not None, "the README has no Python on its first screen"
-    made: dict[str, Any] = {}
-    with redirect_stdout(StringIO()):
-        exec(compile(code[1], "README.md", "exec"), made)
-    model, x, y, shown, hidden = (made[name] for name in ("model", "x", "y", "shown", "hidden"))
-    along = torch.linspace(-0.72, 0.72, FINE)
-    grid = torch.cartesian_prod(along, along).expand(len(x), -1, -1)
-    going, errors, held, drawn = Stream(model, batch=len(x)), [], [], {}
-    for i in range(len(shown) + 1):
-        if i:
-            going.observe(x[:, shown[i - 1 : i]], y[:, shown[i - 1 : i]])
-        errors.append(float((going.predict(x[:, hidden]).mean - y[:, hidden]).square().mean().sqrt()))
-        held.append(going.nbytes / len(x) / 1e6)
-        if i in SIZES:
-            drawn[i] = going.predict(grid).mean.reshape(-1, FINE, FINE) + 0.5
-    return _draw(path, y.reshape(-1, 8, 8) + 0.5, shown, drawn, errors, held)
-
-
-def _draw(
-    path: Path, truth: Tensor, shown: Tensor, drawn: dict[int, Tensor], errors: list[float], held: list[float]
-) -> Path:
-    which = 3  # of the digits
-    figure = pyplot().figure(figsize=(10, 2.7), dpi=150)
-    parts = figure.add_gridspec(
-        1, 2, width_ratios=(1.75, 1), left=0.03, right=0.94, wspace=0.18, bottom=0.17, top=0.89
-    )
-    images = parts[0].subgridspec(2, len(SIZES) + 1, wspace=0.06, hspace=0.06)
-    for column, size in enumerate((*SIZES, None)):
-        for row in range(2):
-            axis = figure.add_subplot(images[row, column])
-            bare(axis)
-            if size is None and row == 1:
-                axis.set_visible(False)
-                continue
-            picture = truth[which]
-            if size is not None and row == 0:
-                picture = torch.full((64,), float("nan"))
-                picture[shown[:size]] = truth[which].flatten()[shown[:size]]
-                picture = picture.reshape(8, 8)
-            elif size is not None:
-                picture = drawn[size][which].clamp(0, 1)
-            axis.set_facecolor(UNKNOWN)
-            axis.imshow(picture.numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
-            if row == 0:
-                named = "the digit" if size is None else f"{size} pixel{'s' if size > 1 else ''}"
-                axis.set_title(named, fontsize=9)
-            if column == 0:
-                axis.set_ylabel(("shown", "completed")[row], fontsize=9)
-    axis = figure.add_subplot(parts[1])
-    plain(axis)
-    axis.plot(range(len(errors)), errors, color=BLUE, lw=2)
-    axis.set(xlabel="pixels shown", ylim=(0, None), xlim=(0, len(errors) - 1))
-    axis.set_ylabel("error of hidden pixels (RMSE)", color=BLUE)
-    other = axis.twinx()
-    other.spines[["top"]].set_visible(False)
-    other.plot(range(len(held)), held, color=RED, lw=2, linestyle="--")
-    other.set(ylim=(0, 1))
-    other.set_ylabel("remembered by a stream, MB", color=RED)
-    return save_figure(figure, path)
-
-
 def main() -> None:
     print("wrote", block(DOCS / "block.png"))
-    print("wrote", stream(DOCS / "stream.png"))
+    torch.set_num_threads(1)
+    print("wrote", power_picture(list(power_stream()), DOCS / "power.png"))
 
 
 if __name__ == "__main__":

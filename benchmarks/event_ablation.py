@@ -28,9 +28,9 @@ import record
 import torch
 
 from constmem.core.checks import known
+from constmem.core.registry import PLAIN_CMHP
 from constmem.data.catalogue import EVENTS
 from constmem.evaluation.runs import evaluate_run
-from constmem.models import PLAIN_CMHP
 from constmem.training.loop import Run, train
 from constmem.training.recipes import EventRecipe, changed, complete, recipe
 

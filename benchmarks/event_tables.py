@@ -5,10 +5,10 @@ from typing import Any
 
 import record
 
+from constmem.core.registry import title_of as model_name
 from constmem.data.catalogue import title_of
 from constmem.evaluation.entries import compare
 from constmem.evaluation.rows import Figure, typed_rows
-from constmem.models import title_of as model_name
 
 REAL = ("taxi", "mooc", "reddit", "wiki", "taobao")
 MB = 1e6

@@ -26,9 +26,7 @@ from record import RESULTS, provenance, save
 from river import base, datasets, forest, tree
 
 from constmem.integrations.river import StreamingRiverClassifier
-from constmem.tabular.answers import mixed_log_density
 from constmem.tabular.estimators import StreamingRegressor
-from constmem.tabular.inputs import frame_of
 
 Row = dict[str, Any]
 Stream = Iterable[tuple[dict[str, Any], Any]]
@@ -106,7 +104,7 @@ def curve(name: str) -> Iterator[Row]:
             estimator.partial_fit(x[rows], y[rows])
         seen = stop
         error = estimator.predict(x[test]) - y[test]
-        density = mixed_log_density(*estimator.learner_.answers(frame_of(x[test])), y[test][:, None])
+        density = estimator.log_density(x[test], y[test])
         low, high = estimator.predict_interval(x[test]).T
         yield {
             "seen": seen,

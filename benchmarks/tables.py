@@ -16,11 +16,11 @@ import event_tables
 import gpu_tables
 
 from constmem.core.files import write_text
+from constmem.core.registry import title_of as model_name
 from constmem.data.catalogue import EVENTS, title_of
 from constmem.evaluation.entries import compare
 from constmem.evaluation.rows import typed_rows
 from constmem.evaluation.tables import markdown
-from constmem.models import title_of as model_name
 
 ROOT = Path(__file__).parents[1]
 MB = 1e6

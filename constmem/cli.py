@@ -1,23 +1,23 @@
-"""The command line, `constmem demo | fit | train | eval | table | plot | data`; help is given at once."""
+"""The command line, `constmem demo | fit | train | eval | table | plot | forecast | data`; help is quick."""
 
 import os
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from constmem import __version__, cli_tables
+from constmem import __version__
+from constmem.core.progress import counted
+from constmem.core.registry import EVENTS, POINTS, with_variants
 from constmem.data import catalogue
-from constmem.models import EVENTS, POINTS, with_variants
+from constmem.tabular import command_line
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 data_app = typer.Typer(help="Data sets: what is there, and how to prepare what is not.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
-cli_tables.register(app)
+command_line.register(app)
 
 
 def _print_version(asked: bool) -> None:
@@ -37,11 +37,12 @@ def options(
 
 DataDir = Annotated[Path | None, typer.Option(envvar="CONSTMEM_DATA", help="Folder of packs (*.npz).")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
-X = Annotated[str | None, typer.Option("--x", help="Of a CSV file: its input columns, a,b,...")]
-Y = Annotated[str | None, typer.Option("--y", help="Of a CSV file: its output columns.")]
-Group = Annotated[str | None, typer.Option(help="Of a CSV file: the column that makes rows one task.")]
+X = Annotated[str | None, typer.Option("--x", help="Of a file of rows: its input columns, a,b,...")]
+Y = Annotated[str | None, typer.Option("--y", help="Of a file of rows: its output columns.")]
+Group = Annotated[
+    str | None, typer.Option(help="Of a file of rows: the column that makes rows one task; - for one.")
+]
 
-_FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".npz")  # points are read from the first two only
 _DATASETS = f"{', '.join(catalogue.POINTS)}; of events: {', '.join(catalogue.EVENTS)}; or a file of your own."
 _MODELS = (
     f"{', '.join(with_variants(POINTS))}; of events: {', '.join(with_variants(EVENTS))}. If not given, "
@@ -53,18 +54,20 @@ Mark = Annotated[str | None, typer.Option(help=f"{_OWN}the column of kinds, any 
 Time = Annotated[str | None, typer.Option(help=f"{_OWN}the column of times, numbers or ISO dates.")]
 Unit = Annotated[str | None, typer.Option(help=f"{_OWN}the unit of its times; second if not given.")]
 End = Annotated[str | None, typer.Option(help=f"{_OWN}when the watch ended, or last: with the last event.")]
-Split = Annotated[str | None, typer.Option(help=f"{_OWN}split by sequence (the default) or by time.")]
+Split = Annotated[
+    str | None,
+    typer.Option(help="Of a file: split by group (rows) or sequence (events), the default, or by time."),
+]
 
 
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path("demo-out"),
-    steps: Annotated[int | None, typer.Option(help="Stop training early, for a quick look.")] = None,
 ) -> None:
-    """Train a small model on real digits, stream pixels into it, and draw what it sees."""
+    """Learn a power plant's rows as a stream, beside a forest; complete digits; draw both."""
     from constmem.evaluation.demo import demo as run
 
-    run(out, steps=steps)
+    run(out)
 
 
 @app.command()
@@ -98,53 +101,26 @@ def train(
 ) -> None:
     """Train a model; Ctrl-C keeps a checkpoint to go on from.
 
-    On rows of your own: constmem train sensors.csv cmanp-small --x time,place --y heat [--group sensor]
+    On tasks of your own: constmem train sensors.csv --x time,place --y heat --group sensor [--split time]
 
     On events of your own: constmem train visits.csv cmhp --user customer --mark page --time when
     """
-    of_rows = {"--x": x, "--y": y, "--group": group}
-    of_events = {
-        "--user": user, "--mark": mark, "--time": time, "--unit": unit, "--end": end, "--split": split,
-    }  # fmt: skip
-    suffix = Path(dataset).suffix
-    is_file, given = suffix in _FILES, [name for name, value in (of_rows | of_events).items() if value]
-    if is_file and recipe != "improved":
-        raise ValueError("the paper has no recipe for data of your own: leave --recipe out, or use --set")
-    if given and not is_file:
-        raise ValueError(
-            f"{', '.join(given)}: these are for files of your own, but {dataset!r} is none: their names end "
-            f"in {', '.join(_FILES)}"
-        )
-    if model is None and is_file:
-        points = any(of_rows.values()) or (suffix in _FILES[:2] and not any(of_events.values()))
-        model = "cmanp-small" if points else "cmhp"
-    elif model is None:
-        model = "cmhp" if dataset in catalogue.EVENTS else "cmanp"
-    name = f"{Path(dataset).stem}-{model}" if is_file else f"{dataset}-{model}-{recipe}"
-    folder = out or Path("runs") / f"{name}-{seed}"
-    how: dict[str, Any] = {
-        "out": folder, "seed": seed, "steps": steps, "device": device, "resume": resume,
-        "compiled": compiled, "change": change or [],
-    }  # fmt: skip
-    with _stoppable(folder):
-        from constmem import training
-
-        if is_file:
-            training.fit_file(Path(dataset), model, of_rows, of_events, **how)
-        else:
-            training.fit_dataset(dataset, model, recipe=recipe, data_dir=data_dir, **how)
-    _say_trained(folder, None if is_file else data_dir)
-
-
-@contextmanager
-def _stoppable(folder: Path) -> Iterator[None]:
-    """Answer a Ctrl-C that comes while nothing is trained; the training loop has an answer of its own."""
+    rows = {"--x": x, "--y": y, "--group": group}
+    events = {"--user": user, "--mark": mark, "--time": time, "--unit": unit, "--end": end}
     try:
-        yield
-    except KeyboardInterrupt:
-        kept = f"{folder} is as it was" if (folder / "run.json").exists() else "nothing was kept"
-        print(f"\nconstmem: stopped before the first step; {kept}", file=sys.stderr)
+        from constmem.training import fit_named
+
+        folder, notes = fit_named(
+            dataset, model, rows=rows, events=events, split=split, recipe=recipe, data_dir=data_dir,
+            out=out, seed=seed, steps=steps, device=device, resume=resume, compiled=compiled,
+            change=change or [],
+        )  # fmt: skip
+    except KeyboardInterrupt:  # while nothing is trained: the training loop has an answer of its own
+        print("\nconstmem: stopped before the first step; every run is as it was", file=sys.stderr)
         raise typer.Exit(130) from None
+    for note in notes:
+        print(note, file=sys.stderr if note.startswith("warning") else sys.stdout)
+    _say_trained(folder, data_dir if dataset in catalogue.DATASETS else None)
 
 
 def _say_trained(folder: Path, data_dir: Path | None) -> None:
@@ -190,24 +166,10 @@ def table(
     scores: Annotated[bool, typer.Option("--scores", help="RMSE, CRPS and 90 % coverage too.")] = False,
 ) -> None:
     """A table like the paper's: models against test sets, ours beside the published."""
-    from constmem.core.files import write_text
-    from constmem.evaluation import tables
-    from constmem.evaluation.entries import compare
-    from constmem.evaluation.rows import read_rows
+    from constmem.evaluation.tables import table_of
 
-    paths = results or sorted(path.parent for path in Path("runs").glob("*/eval.json"))
-    if not paths:
-        raise ValueError("no scored runs in runs/: name run folders or JSON files, or run `eval` first")
-    entries = compare(read_rows(paths), dataset=dataset)
-    wants_json = as_json or (out is not None and out.suffix == ".json" and not as_markdown)
-    if not (wants_json or as_markdown or out):
-        tables.show(entries, scores=scores)
-        return
-    text = tables.as_json(entries) if wants_json else tables.markdown(entries, scores=scores)
-    if out is None:
-        print(text)
-    else:
-        print(f"wrote {write_text(out, text + chr(10))}")
+    form = "json" if as_json else "markdown" if as_markdown else None
+    table_of(results, dataset=dataset, form=form, out=out, scores=scores)
 
 
 @app.command()
@@ -224,6 +186,37 @@ def plot(
 
     for path in plot_runs(runs, out=out, data_dir=data_dir, device=device):
         print(path)
+
+
+@app.command()
+def forecast(
+    run: Annotated[Path, typer.Argument(help="Folder of a run of events.")],
+    events: Annotated[Path, typer.Argument(help="A .csv, .tsv or .parquet file: events so far.")],
+    out: Annotated[Path, typer.Option(help="A .csv, .tsv or .parquet file for the forecasts.")],
+    ahead: Annotated[int, typer.Option(min=1, help="How many events of each sequence.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, help="Futures that events after the next are from.")] = 200,
+    seed: Annotated[int, typer.Option(min=0, help="Of these futures.")] = 0,
+    user: User = None,
+    mark: Mark = None,
+    time: Time = None,
+    device: Device = "cpu",
+    replace: Annotated[bool, typer.Option("--replace", help="Write over what is there.")] = False,
+) -> None:
+    """Forecast the next events of every sequence: when (median, 5 and 95 %), and of what kind.
+
+    constmem forecast runs/visits-cmhp-0 visits.csv --out next.csv
+    """
+    from constmem.evaluation.forecasts import forecast_file
+
+    columns = {"user": user, "mark": mark, "time": time}
+    with counted(f"forecasting {events}") as report:
+        found, unknown = forecast_file(
+            run, events, out, columns=columns, ahead=ahead, samples=samples, seed=seed, device=device,
+            replace=replace, report=report,
+        )  # fmt: skip
+    print(f"forecast {ahead} {'event' if ahead == 1 else 'events'} of each of {found:,} sequences: {out}")
+    if unknown:
+        print(f"warning: {unknown:,} events are of kinds that the run has not seen", file=sys.stderr)
 
 
 @data_app.command(name="list")
@@ -257,7 +250,6 @@ def prepare(
     What differs from the official data, in number or checksum, is on lines that begin with warning:.
     """
     from constmem import data
-    from constmem.training.log import counted
 
     with counted(f"preparing {what}") as progress:
         how: dict[str, Any] = {"partition": partition, "name": name, "unit": unit, "replace": replace}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from constmem.core import checks
 from constmem.core.files import read_tensors, write_tensors
-from constmem.core.forgetting import Decay, Window, require_possible, restored, written
+from constmem.core.monoid import Decay, Window, require_possible, restored, written
 from constmem.kernels import Snapshot
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess

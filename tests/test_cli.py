@@ -1,25 +1,22 @@
 """The command line as a person meets it."""
 
 import json
-import os
-import signal
+import re
 import subprocess
 import sys
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import constmem
 from constmem import cli
 from constmem.cli import train
-from constmem.data import DATASETS
-from constmem.evaluation.demo import demo
-from constmem.models import EVENTS, POINTS, with_variants
-from constmem.training import loop
-from constmem.training.folder import StoppedError
+from constmem.core.registry import EVENTS, POINTS, with_variants
+from constmem.data import DATASETS, power_plant
+from constmem.evaluation.demo import demo, power_stream
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -174,36 +171,44 @@ def test_ctrl_c_before_training_begins_is_answered_with_what_was_kept(
         Path("run/run.json").write_text("{}")
     with pytest.raises(SystemExit, match="130"):
         cli.main()
-    kept = "run is as it was" if resumed else "nothing was kept"
-    assert f"constmem: stopped before the first step; {kept}\n" in capsys.readouterr().err
+    assert "constmem: stopped before the first step; every run is as it was\n" in capsys.readouterr().err
+    assert Path("run/run.json").exists() == resumed
 
 
-def test_an_interrupted_demo_says_what_it_accepts_then_goes_on_and_writes_its_pictures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_demo_learns_a_stream_completes_digits_and_draws_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = loop.Losses.note
-
-    def note(self: Any, loss: Any) -> None:
-        real(self, loss)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(loop.Losses, "note", note)
-    with pytest.raises(StoppedError, match="stopped after step 1: the same command goes on from there"):
-        demo(tmp_path, steps=2, points=10)
-    monkeypatch.undo()
-    demo(tmp_path, steps=2, points=1000)
+    demo(tmp_path, rows=2000, trees=3)
     shown = capsys.readouterr().out
-    for name in ("digits.png", "small.png", "memory.png"):
+    for name in ("power.png", "digits.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
         assert name in shown.replace("\n", "")
+    assert "2,000" in shown
+    errors = [float(found) for found in re.findall(r"pixels: error ([\d.]+)", shown)]
+    assert len(errors) == 5
+    assert errors == sorted(errors, reverse=True)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_the_power_plant_is_learned_better_with_every_chunk_in_the_same_memory() -> None:
+    found = list(power_stream(3000, trees=3))
+    x, y = power_plant()
+    errors = [moment.error[0] for moment in found]
+    assert errors == sorted(errors, reverse=True)
+    linear = np.linalg.lstsq(np.c_[x[:3000], np.ones(3000)], y[:3000])[0]
+    straight = np.sqrt(np.mean((np.c_[x[8000:], np.ones(len(x) - 8000)] @ linear - y[8000:]) ** 2))
+    assert errors[-1] < 0.85 * straight  # of least squares
+    assert all(0.86 < moment.inside < 0.94 for moment in found)
+    assert len({moment.held[0] for moment in found}) == 1
+    assert found[-1].held[1] > 2 * found[0].held[1]
+    assert [moment.seen for moment in found] == [1000, 2000, 3000]
 
 
 def test_the_demo_runs_on_one_thread_and_leaves_their_number_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    monkeypatch.setattr("constmem.evaluation.demo._demo", lambda *_: seen.append(torch.get_num_threads()))
+    monkeypatch.setattr("constmem.evaluation.demo._acts", lambda *_: seen.append(torch.get_num_threads()))
     torch.set_num_threads(2)
     try:
         demo(tmp_path)

@@ -67,7 +67,13 @@ def test_wheel_and_sdist_hold_the_package_and_nothing_else(built: Path) -> None:
     inside = set(zipfile.ZipFile(wheel).namelist())
     tops = {name.partition("/")[0] for name in inside}
     assert tops == {"constmem", f"constmem-{constmem.__version__}.dist-info"}
-    shipped = "py.typed", "kernels/native.cpp", "pretrained/emnist/model.safetensors"
+    shipped = (
+        "py.typed",
+        "kernels/native.cpp",
+        "neural_processes/pretrained/emnist/model.safetensors",
+        "data/power_plant.csv",
+        "data/power_plant.LICENSE.md",
+    )
     wanted = {f"constmem/{name}" for name in shipped}
     assert wanted <= inside
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "constmem").rglob("*.py")}
@@ -90,6 +96,6 @@ def test_the_wheel_runs_in_a_clean_environment_from_a_strange_folder(built: Path
     constmem_command = tmp_path / "venv" / "bin" / "constmem"
     assert run(constmem_command, "--version", cwd=tmp_path) == f"constmem {constmem.__version__}\n"
     run(*pip, f"{wheel}[train]", cwd=tmp_path)
-    shown = run(constmem_command, "demo", "--steps", "20", cwd=tmp_path)
-    assert "memory.png" in shown
+    shown = run(constmem_command, "demo", cwd=tmp_path)
+    assert "power.png" in shown
     assert (tmp_path / "demo-out" / "digits.png").exists()

@@ -16,16 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from constmem.core import checks
-from constmem.core.files import read_json, read_tensors, write_tensors, write_text
+from constmem.core.files import read_json, read_tensors, require_sound, write_tensors, write_text
 from constmem.kernels import Snapshot
 
 SHIPPED = {
-    path.parent.name: path.parent for path in Path(__file__).parents[1].glob("pretrained/*/config.json")
+    path.parent.name: path.parent for path in Path(__file__).parents[1].glob("*/pretrained/*/config.json")
 }
 KIND, VERSION = "constmem.model", 1
 CONFIG, WEIGHTS, ABOUT = "config.json", "model.safetensors", "about.json"
 _NOTHING = nullcontext()
 AnyModel = TypeVar("AnyModel", bound="Model")
+_ANY = object()  # equal to no setting
 
 
 class Model(nn.Module, ABC):
@@ -34,15 +35,22 @@ class Model(nn.Module, ABC):
     name: ClassVar[str]
     decoding: ClassVar[Set[str]] = frozenset()  # parts that meet only what was read
     older: ClassVar[Mapping[str, Any]] = {}  # settings that earlier versions did not write, as they were then
+    newer: ClassVar[Mapping[str, Any]] = {}  # options that earlier versions had not, as they are when unused
 
     config: dict[str, Any]  # what the constructor was called with, and its defaults
+    __signature__: ClassVar[inspect.Signature]  # all settings, as `help` and editors show them
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__signature__ = inspect.Signature(_settings(cls))
 
     def __new__(cls: type[AnyModel], *_: Any, **settings: Any) -> AnyModel:
         """A model that knows its settings before its constructor runs; a copy is given them afterwards."""
         model = super().__new__(cls)
-        bound = inspect.signature(cls.__init__).bind_partial(model, **settings)
+        bound = cls.__signature__.bind_partial(**settings)
         bound.apply_defaults()
-        object.__setattr__(model, "config", dict(list(bound.arguments.items())[1:]))
+        chosen = {key: value for key, value in bound.arguments.items() if value != cls.newer.get(key, _ANY)}
+        object.__setattr__(model, "config", chosen)  # of a model without them: as earlier versions wrote it
         return model
 
     def __init__(self, *, config: dict[str, Any] | None = None) -> None:  # noqa: ARG002
@@ -129,7 +137,7 @@ class Model(nn.Module, ABC):
                 f"{path} is not the one that was saved with these weights, so one of both was changed or is "
                 "of another model: save the model again"
             )
-        _require_sound(Path(folder), content["config"], tensors)
+        require_sound(path, content["config"], tensors)
         older = {key: value for key, value in kind.older.items() if key not in content["config"]}
         if older:
             settings = ", ".join(f"{key}={value}" for key, value in older.items())
@@ -166,6 +174,10 @@ class Model(nn.Module, ABC):
 
     # Inside
 
+    def _set(self, *names: str) -> dict[str, Any]:
+        """Some of the settings, for the parts that take them."""
+        return {name: self.config[name] for name in names}
+
     def _signed_by(self) -> Sequence[Tensor]:
         """What the fingerprint is taken of."""
         return self.observing_parameters()
@@ -185,7 +197,11 @@ class Model(nn.Module, ABC):
 
     def _signed(self, state: Any) -> Any:
         """Name the weights that made a state, in training too: they have another name after each step."""
-        return state if checks.traced(self.device) else replace(state, fingerprint=self._name_of_weights())
+        if checks.traced(self.device):
+            return state
+        own = "fingerprint" in state.__dataclass_fields__  # not that of a part
+        name = self._name_of_weights()
+        return replace(state, fingerprint=name) if own else state.signed(name)
 
     def _name_of_weights(self) -> str | None:
         """What states are signed with; None where they depend on no weights."""
@@ -227,6 +243,20 @@ def listed(*modules: nn.Module | None) -> list[Tensor]:
     return [t for t in found if t is not None]
 
 
+def _settings(kind: type[Model]) -> list[inspect.Parameter]:
+    """The keywords of a constructor, behind those of the next one where it hands the rest on to it."""
+    found: dict[str, inspect.Parameter] = {}
+    for parent in kind.__mro__:
+        if "__init__" not in vars(parent):
+            continue
+        parameters = inspect.signature(vars(parent)["__init__"]).parameters
+        own = {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+        found = {name: p for name, p in own.items() if name not in found} | found
+        if all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+            break
+    return list(found.values())
+
+
 def _holds_model(folder: Path) -> bool:
     return all((folder / name).is_file() for name in (CONFIG, WEIGHTS))
 
@@ -260,21 +290,6 @@ def _digest(content: Mapping[str, Any]) -> str:
     """A checksum of a config, however its file is laid out."""
     fields = {key: content[key] for key in ("model", "config")}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-
-
-def _require_sound(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Refuse weights that are not finite, and settings far beyond them, before anything is built by those."""
-    if (bad := checks.first_not_finite(tensors)) is not None:
-        raise ValueError(f"the weights in {folder} are damaged: {bad} holds NaN or infinity; save them again")
-    widest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
-    limits = {"seed": 2**64, "num_samples": 2**16, "num_train_samples": 2**16}
-    for name, value in config.items():
-        limit = limits.get(name, len(tensors) if name.endswith("depth") else max(widest, 512))
-        if isinstance(value, int | float) and not -limit <= value <= limit:
-            raise ValueError(
-                f"{folder / CONFIG} is damaged: {name} is {value}, far beyond what the weights beside it can "
-                "be of; save the model again"
-            )
 
 
 def misfit(error: Exception) -> str:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from constmem.data.gp import gp_evaluation_tasks as gp_evaluation_tasks
     from constmem.data.gp import gp_tasks as gp_tasks
     from constmem.data.gp import static_gp_tasks as static_gp_tasks
-    from constmem.data.hawkes import Hawkes as Hawkes
-    from constmem.data.hawkes import simulated as simulated
     from constmem.data.images import Images as Images
     from constmem.data.images import hold_out as hold_out
     from constmem.data.images import load_images as load_images
@@ -34,11 +32,12 @@ if TYPE_CHECKING:
     from constmem.data.prepare import prepare_pack as prepare_pack
     from constmem.data.prepare_images import prepare_celeba as prepare_celeba
     from constmem.data.prepare_images import prepare_emnist as prepare_emnist
+    from constmem.data.simulate import Hawkes as Hawkes
     from constmem.data.simulate import Poisson as Poisson
-    from constmem.data.simulate import Process as Process
-    from constmem.data.simulate import Renewal as Renewal
-    from constmem.data.simulate import SelfCorrecting as SelfCorrecting
+    from constmem.data.simulate import simulated as simulated
+    from constmem.data.table import POWER_PLANT as POWER_PLANT
     from constmem.data.table import Table as Table
+    from constmem.data.table import power_plant as power_plant
     from constmem.data.task import Task as Task
     from constmem.data.task import draw_sizes as draw_sizes
     from constmem.data.tasks import TableTasks as TableTasks
@@ -63,13 +62,12 @@ _HOMES = {
         "gp_tasks",
         "static_gp_tasks",
     ),
-    "constmem.data.hawkes": ("Hawkes", "simulated"),
     "constmem.data.images": ("Images", "hold_out", "load_images"),
     "constmem.data.packs": ("Listing", "MissingDataError", "hints", "listing"),
     "constmem.data.prepare": ("Prepared", "prepare_pack", "prepare_easytpp", "prepare_jodie"),
     "constmem.data.prepare_images": ("prepare_celeba", "prepare_emnist"),
-    "constmem.data.simulate": ("Poisson", "Process", "Renewal", "SelfCorrecting"),
-    "constmem.data.table": ("Table",),
+    "constmem.data.simulate": ("Hawkes", "Poisson", "simulated"),
+    "constmem.data.table": ("POWER_PLANT", "Table", "power_plant"),
     "constmem.data.task": ("Task", "draw_sizes"),
     "constmem.data.tasks": (
         "TableTasks",

@@ -10,14 +10,9 @@ import numpy as np
 
 from constmem.core.checks import known
 from constmem.data.catalogue import DATASETS, EVENT_KEYS, EVENT_SPLITS
-from constmem.data.event_rows import (
-    Sequences,
-    number_of_marks,
-    numbered_sequences,
-    parquet_file,
-    parquet_table,
-)
+from constmem.data.event_rows import Sequences, number_of_marks, numbered_sequences
 from constmem.data.packs import Array, Folder, data_folder, find_pack, read_pack
+from constmem.data.row_files import parquet_file, parquet_table
 from constmem.point_processes.events import Events
 
 File = str | os.PathLike[str]

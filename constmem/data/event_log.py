@@ -100,7 +100,8 @@ class EventLog:
         if path.suffix in (".json", ".jsonl") or (path.suffix == ".parquet" and has_records(path)):
             sequences = easytpp_sequences(path)
         else:
-            sequences, labels = labelled_sequences(path, given, unit)
+            read = labelled_sequences(path, given, unit)
+            sequences, labels = read.sequences, read.labels
         events = _until(sequences.events(unit), end, f"--end of {path}")
         return EventLog.of(events, by=by, labels=labels, name=path.name)
 

@@ -1,7 +1,6 @@
 """Rows of events, from CSV or Parquet: columns by name, marks of any text or numbered, times or dates."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import isfinite
@@ -12,8 +11,8 @@ import numpy as np
 
 from constmem.core.checks import known
 from constmem.data.catalogue import SECONDS
-from constmem.data.packs import RATIO, ROOM, Array
-from constmem.data.table import opened
+from constmem.data.packs import Array
+from constmem.data.row_files import opened
 from constmem.point_processes.events import Events
 
 Columns = Mapping[str, str | None]
@@ -59,100 +58,74 @@ def numbered_sequences(path: Path, *, by: str = "user", num_marks: int | None = 
     rows = read_rows(path, {})
     if by == "item":
         rows = (Row(row.where, row.mark, row.user, row.time) for row in rows)
-    times, marks = _grouped(path, rows, "second")
-    kinds = [np.array([_whole(mark, where) for where, mark in row], np.int64) for row in marks]
+    found = _grouped(path, rows, "second")
+    kinds = [np.array([_whole(mark, where) for where, mark in row], np.int64) for row in found.marks]
     largest = max(int(kind.max()) for kind in kinds)
-    return Sequences(times, kinds, num_marks or number_of_marks(max(largest + 1, 1), f"the marks of {path}"))
+    return Sequences(
+        found.times, kinds, num_marks or number_of_marks(max(largest + 1, 1), f"the marks of {path}")
+    )
 
 
-def labelled_sequences(path: Path, columns: Columns, unit: str) -> tuple[Sequences, list[str]]:
+@dataclass(frozen=True)
+class Labelled:
+    """Sequences of a file, and how things are called in it.
+
+    Attributes:
+        labels: what the marks are called, by their numbers.
+        users: whose the sequences are.
+        dated: whether times are dates.
+        unknown: how many events have a mark that is none of the labels.
+    """
+
+    sequences: Sequences
+    labels: list[str]
+    users: list[str]
+    dated: bool
+    unknown: int
+
+
+def labelled_sequences(
+    path: Path, columns: Columns, unit: str, *, labels: Sequence[str] | None = None
+) -> Labelled:
     """The events of a file, those of each user together, and what the marks are called in it.
 
     Args:
         columns: names of the columns of user, mark and time; None: as in the JODIE layout; "-": there are
             no users (all rows are one sequence), or no marks (all events are alike).
         unit: of times that are numbers; what dates are to be counted in.
+        labels: what marks are called where that is known already; others are unknown. None: as in the file.
     """
-    times, marks = _grouped(path, read_rows(path, columns), unit)
-    given = {mark for row in marks for _, mark in row if mark} if columns.get("mark") != NONE else set()
-    labels = sorted(given, key=_order)
-    number = {label: i for i, label in enumerate(labels)} | {"": -1 if labels else 0}
-    kinds = [np.array([number[mark] for _, mark in row], np.int64) for row in marks]
-    return Sequences(times, kinds, max(len(labels), 1)), labels or [""]
+    found = _grouped(path, read_rows(path, columns), unit)
+    if labels is None:
+        marked = columns.get("mark") != NONE
+        given = {mark for row in found.marks for _, mark in row if mark} if marked else set()
+        labels = sorted(given, key=_order) or [""]
+    number = {label: i for i, label in enumerate(labels)}
+    kinds = [np.array([number.get(mark, -1) for _, mark in row], np.int64) for row in found.marks]
+    unknown = sum(mark != "" and mark not in number for row in found.marks for _, mark in row)
+    return Labelled(
+        Sequences(found.times, kinds, len(labels)), list(labels), found.users, found.dated, unknown
+    )
 
 
 def read_rows(path: Path, columns: Columns) -> Iterator[Row]:
     """The rows of a CSV or Parquet file; each says whose event it is, if there are users."""
-    for row in _parquet_rows(path, columns) if path.suffix == ".parquet" else _csv_rows(path, columns):
-        if not row.user and columns.get("user") != NONE:
-            raise ValueError(
-                f"{row.where} does not say whose event it is: name the user, leave the row out, or make one "
-                f"sequence of all rows (--user {NONE})"
-            )
-        yield row
-
-
-def _csv_rows(path: Path, columns: Columns) -> Iterator[Row]:
     with opened(path) as (names, lines):
         places = _places(path, names, columns)
         least = 1 + max(place for place in places if place is not None)
         for line, cells in lines:
             if len(cells) < least:
                 raise ValueError(
-                    f"line {line} of {path} has {len(cells)} cells, but {least} or more are needed: the file "
+                    f"{line} of {path} has {len(cells)} cells, but {least} or more are needed: the file "
                     "is cut short or of another format"
                 )
-            yield Row(f"line {line} of {path}", *("" if i is None else cells[i].strip() for i in places))
-
-
-def _parquet_rows(path: Path, columns: Columns) -> Iterator[Row]:
-    table = parquet_table(path)
-    places = _places(path, table.column_names, columns)
-    cells = [None if i is None else table.column(i).to_pylist() for i in places]
-    for i in range(table.num_rows):
-        yield Row(f"row {i} of {path}", *("" if column is None else _text(column[i]) for column in cells))
-
-
-def parquet_table(path: Path) -> Any:
-    """The table of a Parquet file, unless it has far more values than bytes."""
-    with _parquet_errors(path):
-        file, size = parquet_file(path), path.stat().st_size
-        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-        values = sum(group.column(k).num_values for group in groups for k in range(group.num_columns))
-        if max(values, file.metadata.num_rows) > ROOM // 8 + RATIO * size:
-            raise ValueError(
-                f"{path} of {size:,} bytes announces {values:,} values: it is damaged, or no data"
-            )
-        return file.read()
-
-
-def parquet_file(path: Path) -> Any:
-    """A Parquet file, opened."""
-    with _parquet_errors(path):
-        from pyarrow import parquet
-
-        return parquet.ParquetFile(path)
-
-
-@contextmanager
-def _parquet_errors(path: Path) -> Iterator[None]:
-    """Errors of pyarrow in words: what is damaged, or which extra it comes with."""
-    try:
-        from pyarrow import ArrowException
-    except ImportError as error:
-        raise ImportError("Parquet files need pyarrow: pip install 'constmem[data]'") from error
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except (ArrowException, OSError) as error:
-        raise ValueError(f"{path} is not a readable Parquet file ({error})") from error
-
-
-def _text(cell: Any) -> str:
-    if cell is None:
-        return ""
-    return cell.isoformat() if isinstance(cell, datetime) else str(cell).strip()
+            row = Row(f"{line} of {path}", *("" if i is None else cells[i].strip() for i in places))
+            if not row.user and columns.get("user") != NONE:
+                raise ValueError(
+                    f"{row.where} does not say whose event it is: name the user, leave the row out, or make "
+                    f"one sequence of all rows (--user {NONE})"
+                )
+            yield row
 
 
 def _places(path: Path, names: Sequence[str], columns: Columns) -> list[int | None]:
@@ -185,8 +158,16 @@ def _places(path: Path, names: Sequence[str], columns: Columns) -> list[int | No
     return places
 
 
-def _grouped(path: Path, rows: Iterable[Row], unit: str) -> tuple[list[Array], list[list[tuple[str, str]]]]:
-    """Times of each user's events, and marks with where they are, in the order of the users' first rows."""
+class _Grouped(NamedTuple):
+    """Users in the order of their first rows, times of their events, and marks with where they are."""
+
+    users: list[str]
+    times: list[Array]
+    marks: list[list[tuple[str, str]]]
+    dated: bool
+
+
+def _grouped(path: Path, rows: Iterable[Row], unit: str) -> _Grouped:
     times: dict[str, list[float]] = {}
     marks: dict[str, list[tuple[str, str]]] = {}
     first: Row | None = None
@@ -206,9 +187,10 @@ def _grouped(path: Path, rows: Iterable[Row], unit: str) -> tuple[list[Array], l
             )
         history.append(at)
         marks.setdefault(row.user, []).append((row.where, row.mark))
-    if not times:
+    if first is None:
         raise ValueError(f"{path} has a header but no events: a row for each event is needed")
-    return [np.array(row) for row in times.values()], list(marks.values())
+    dated = not _is_number(first.time)
+    return _Grouped(list(times), [np.array(row) for row in times.values()], list(marks.values()), dated)
 
 
 def moment(text: str, unit: str, where: str) -> float:

@@ -1,10 +1,16 @@
-"""Image data sets by name, as uint8 tensors."""
+"""Image data sets by name, as uint8 tensors; CelebA's JPEG files are decoded once and kept in the cache."""
 
+import io
 import os
-from collections.abc import Callable, Iterable
+import struct
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +21,16 @@ from torch import Tensor
 from constmem.core import checks
 from constmem.core.checks import known
 from constmem.data.catalogue import PACKS
-from constmem.data.faces import Progress, faces
-from constmem.data.packs import Array, Folder, MissingDataError, find_pack, read_pack
+from constmem.data.packs import Array, Folder, MissingDataError, find_pack, identity, read_pack, write_pack
+from constmem.kernels import cache_folder
 
 NUM_CLASSES = 47
 SPLITS = ("train", "test")
+WIDTH, HEIGHT = 178, 218  # of an aligned face
+BICUBIC = 3  # of pillow's Resampling
+CHUNK = 256  # images between two reports of progress
+UNDECODABLE = (OSError, SyntaxError, EOFError, IndexError, struct.error)  # what pillow raises
+Progress = Callable[[int, int], None]
 Loaded = tuple[Array, Array | None, str]  # pixels, labels, source
 
 
@@ -149,9 +160,7 @@ def _digits(_data_dir: Folder, split: str, _progress: Progress | None) -> Loaded
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError(
-            "the digits come with scikit-learn, which is not installed: pip install 'constmem[train]'"
-        ) from error
+        raise ImportError("the digits come with scikit-learn: pip install 'constmem[train]'") from error
     digits = load_digits()
     count = len(digits.images) * 4 // 5  # in the order of the file
     part = slice(count) if split == "train" else slice(count, None)
@@ -175,10 +184,8 @@ def _source_of(pack: dict[str, Array], split: str, counts: dict[str, int], name:
         return f"{start}; {pack['source']}"
     if counts == official:
         return f"{start}, the official counts; the pack does not name its origin"
-    return (
-        f"{start}; not exactly the official split, which has {official['train']:,} train and "
-        f"{official['test']:,} test images (this pack: {counts['train']:,} and {counts['test']:,})"
-    )
+    ours, theirs = (f"{own['train']:,} train and {own['test']:,} test images" for own in (counts, official))
+    return f"{start}; not exactly the official split, which has {theirs} (this pack: {ours})"
 
 
 def _require_images(path: Path, key: str, images: Array, shape: tuple[int, ...]) -> None:
@@ -216,3 +223,76 @@ def _resized(images: Images, size: int) -> Images:
     larger = F.interpolate(planes, (size, size), mode="bilinear", antialias=True, align_corners=False)
     pixels = larger.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
     return replace(images, pixels=pixels, source=f"{images.source}, scaled from {h}x{w} to {size}x{size}")
+
+
+def faces(path: Path, *, size: int, split: str, progress: Progress | None = None) -> Array:
+    """The images of one split, resized to size x size without a crop; kept by a name that is the pack's."""
+    kept = cache_folder() / f"celeba-{size}-{split}-{identity(path)}.npz"
+    if kept.is_file():
+        with suppress(ValueError):  # of a damaged one
+            images = read_pack(kept, ["images"])["images"]
+            if images.dtype == np.uint8 and images.shape[1:] == (size, size, 3):
+                return images
+    images = _decoded(_jpegs(path, split), path, size, progress)
+    try:
+        write_pack(kept, {"images": images}, compress=False)
+    except OSError as error:
+        lost = f"the decoded images could not be kept in {kept.parent} ({error}), so they will be decoded"
+        remedy = "set CONSTMEM_CACHE to a folder that can be written"
+        warnings.warn(f"{lost} again next time: {remedy}", stacklevel=2)
+    return images
+
+
+def _decoded(jpegs: list[tuple[int, bytes]], path: Path, size: int, progress: Progress | None) -> Array:
+    """(index, JPEG file) pairs decoded and resized (bicubic, no crop), on all cores."""
+
+    def one(numbered: tuple[int, bytes]) -> Array:
+        index, content = numbered
+        with opened_face(content, f"image {index} of {path}", remedy="prepare the pack again") as opened:
+            return np.asarray(opened.convert("RGB").resize((size, size), BICUBIC))
+
+    result = np.empty((len(jpegs), size, size, 3), np.uint8)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for i in range(0, len(jpegs), CHUNK):
+            part = jpegs[i : i + CHUNK]
+            for k, image in enumerate(pool.map(one, part), i):
+                result[k] = image
+            if progress is not None:
+                progress(i + len(part), len(jpegs))
+    return result
+
+
+@contextmanager
+def opened_face(content: bytes, what: str, *, remedy: str) -> Iterator[Any]:
+    """An aligned face as pillow opens it, its size checked before it is decoded; errors name it."""
+    try:
+        from PIL.JpegImagePlugin import JpegImageFile
+    except ImportError as error:
+        raise ImportError("JPEG files are read with pillow: pip install 'constmem[data]'") from error
+    try:
+        with JpegImageFile(io.BytesIO(content)) as opened:  # no other format, whatever the file says
+            if opened.size != (WIDTH, HEIGHT):
+                raise ValueError(
+                    f"{what} is {opened.size[0]}x{opened.size[1]}, but the aligned CelebA faces are "
+                    f"{WIDTH}x{HEIGHT}: use img_align_celeba, not the in-the-wild or already resized images"
+                )
+            yield opened
+    except UNDECODABLE as error:
+        raise ValueError(f"{what} is not a readable JPEG file ({error}): {remedy}") from error
+
+
+def _jpegs(path: Path, split: str) -> list[tuple[int, bytes]]:
+    """The JPEG files of one split, each with its index in the pack."""
+    pack = read_pack(path, ["jpeg", "offsets", "split"])
+    jpeg, offsets, splits = pack["jpeg"], pack["offsets"], pack["split"]
+    flat = jpeg.ndim == offsets.ndim == splits.ndim == 1 and jpeg.dtype == np.uint8
+    counted = flat and np.issubdtype(offsets.dtype, np.integer) and len(offsets) == len(splits) + 1
+    fits = counted and offsets[0] == 0 and offsets[-1] == len(jpeg) and (np.diff(offsets) > 0).all()
+    if not fits or not np.isin(splits, (0, 1)).all():
+        raise ValueError(
+            f"the arrays of {path} do not fit together: jpeg {jpeg.dtype}{list(jpeg.shape)}, offsets "
+            f"{offsets.dtype}{list(offsets.shape)} from 0 to the length of jpeg, split (0 or 1) "
+            f"{splits.dtype}{list(splits.shape)}; prepare it again"
+        )
+    chosen = np.flatnonzero(splits == SPLITS.index(split)).tolist()
+    return [(i, jpeg[offsets[i] : offsets[i + 1]].tobytes()) for i in chosen]

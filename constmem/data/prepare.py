@@ -14,7 +14,7 @@ from constmem.core.checks import known
 from constmem.data.catalogue import EVENT_SPLITS, PREPARED
 from constmem.data.event_files import easytpp_sequences
 from constmem.data.event_rows import Sequences, numbered_sequences
-from constmem.data.faces import Progress
+from constmem.data.images import Progress
 from constmem.data.packs import Array, Folder, data_folder, free_for, in_words, listed, read_pack, write_pack
 from constmem.data.prepare_images import DIFFERS, Source, prepare_celeba, prepare_emnist
 

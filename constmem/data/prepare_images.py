@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from constmem.data.faces import CHUNK, Progress, opened_face
+from constmem.data.images import CHUNK, Progress, opened_face
 from constmem.data.packs import Array, Folder, data_folder, free_for, require_bounded, write_pack
 
 PARTITION = "list_eval_partition.txt"

@@ -1,4 +1,4 @@
-"""Point processes that can be sampled and scored exactly: what models of events are tested against.
+"""Poisson and Hawkes processes, sampled and scored exactly: what models of events are tested against.
 
 All start with no history at t_start, in which nothing happened before. With the hazard λ(t) of any
 event, given those before it, and λ_m(t) that of mark m,
@@ -12,14 +12,15 @@ and under the true process the Λ are independent and exponential with mean 1 (t
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from math import isfinite, log, pi
-from typing import Literal
+from math import isfinite, log
 
 import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from constmem.core import checks
+from constmem.core.checks import known
+from constmem.data.catalogue import DATASETS
 from constmem.point_processes.events import EventLogProb, Events
 
 Step = tuple[Float64[Tensor, " b"], Int64[Tensor, " b"], Tensor]  # gap, mark, state after it
@@ -93,11 +94,11 @@ class Process(ABC):
     def log_prob(self, events: Events) -> EventLogProb:
         """The exact log density of every gap, of its mark given the gap, and of the silence until t_end."""
         self._check(events)
-        known = self._hazards(events)
+        found = self._hazards(events)
         real, marked = events.mask, events.mask & (events.marks >= 0)
-        time = torch.where(real, known.log_total - known.compensator, 0.0)
-        survival = None if known.tail is None else -known.tail
-        return EventLogProb(time, torch.where(marked, known.log_mark, 0.0), survival, events.scored)
+        time = torch.where(real, found.log_total - found.compensator, 0.0)
+        survival = None if found.tail is None else -found.tail
+        return EventLogProb(time, torch.where(marked, found.log_mark, 0.0), survival, events.scored)
 
     def compensator(self, events: Events) -> Float64[Tensor, "b t"]:
         """The integrated hazard over each gap; 0 in padding."""
@@ -128,12 +129,12 @@ class Process(ABC):
             )
 
 
-def last_times(events: Events) -> Float64[Tensor, " b"]:
+def _last_times(events: Events) -> Float64[Tensor, " b"]:
     """When each sequence's last event was; t_start without any."""
     return events.times[:, -1] if events.times.shape[1] else events.t_start
 
 
-def require_positive(what: str, number: float) -> None:
+def _require_positive(what: str, number: float) -> None:
     if not (isfinite(number) and number > 0):
         raise ValueError(f"{what} must be a finite number above 0, not {number}")
 
@@ -148,7 +149,7 @@ class Poisson(Process):
         if not self.rates:
             raise ValueError("rates is empty, but one rate for each mark is needed")
         for rate in self.rates:
-            require_positive("every rate", rate)
+            _require_positive("every rate", rate)
 
     @property
     def num_marks(self) -> int:
@@ -165,111 +166,130 @@ class Poisson(Process):
     def _hazards(self, events: Events) -> Hazards:
         gaps, total = events.gaps, sum(self.rates)
         shares = torch.tensor(self.rates, dtype=torch.float64, device=events.device).div(total).log()
-        tail = None if events.t_end is None else total * (events.t_end - last_times(events))
+        tail = None if events.t_end is None else total * (events.t_end - _last_times(events))
         return Hazards(
             torch.full_like(gaps, log(total)), total * gaps, shares[events.marks.clamp_min(0)], tail
         )
 
 
 @dataclass(frozen=True)
-class Renewal(Process):
-    """Independent gaps: log-normal with log gap ~ N(a, b²), or gamma with shape a and rate b.
+class Hawkes(Process):
+    """Events that bring about further events, by sums of exponentials.
+
+    λ_i(t) = base_i + Σ_{events k before t} Σ_j branching[j][i][mark_k] · decay_j · exp(-decay_j (t - t_k))
+
+    so that an event of mark m is followed, on the average, by Σ_j branching[j][i][m] of mark i as its
+    direct children.
+
+    Args:
+        base: hazard of each mark without any history.
+        branching: for each exponential a matrix [child's mark][parent's mark].
+        decay: of each exponential.
 
     Example:
-        >>> process = Renewal("gamma", 1.0, 2.0)  # a gamma of shape 1 is the exponential of a Poisson process
-        >>> events = Events.from_gaps([[0.3, 0.7]], unit="s")
-        >>> torch.allclose(process.log_prob(events).time, Poisson((2.0,)).log_prob(events).time)
+        Without children it is a Poisson process.
+
+        >>> childless = Hawkes((0.5, 1.5), (((0.0, 0.0), (0.0, 0.0)),), (1.0,))
+        >>> events = Events.from_gaps([[0.3, 0.7]], marks=[[0, 1]], unit="s", num_marks=2)
+        >>> bool(torch.allclose(childless.compensator(events), Poisson((0.5, 1.5)).compensator(events)))
         True
     """
 
-    kind: Literal["lognormal", "gamma"]
-    a: float
-    b: float
+    base: tuple[float, ...]
+    branching: tuple[tuple[tuple[float, ...], ...], ...]
+    decay: tuple[float, ...]
+
+    @staticmethod
+    def univariate(base: float, branching: tuple[float, ...], decay: tuple[float, ...]) -> "Hawkes":
+        """One mark. Standard settings: (0.2, (0.8,), (1.0,)) and (0.2, (0.4, 0.4), (1.0, 20.0))."""
+        return Hawkes((base,), tuple(((share,),) for share in branching), decay)
 
     def __post_init__(self) -> None:
-        if self.kind not in ("lognormal", "gamma"):
-            raise ValueError(f"kind must be 'lognormal' or 'gamma', not {self.kind!r}")
-        require_positive("b", self.b)
-        if self.kind == "gamma":
-            require_positive("a", self.a)
-
-    def _start(self, batch: int, device: torch.device) -> Tensor:
-        return torch.zeros(batch, 0, dtype=torch.float64, device=device)
-
-    def _next(self, state: Tensor, generator: torch.Generator) -> Step:
-        shape = torch.full(state.shape[:1], self.a, dtype=torch.float64, device=state.device)
-        if self.kind == "gamma":
-            gap = torch._standard_gamma(shape, generator=generator) / self.b
-        else:
-            gap = torch.exp(torch.normal(shape, self.b, generator=generator))
-        return gap, torch.zeros_like(gap, dtype=torch.long), state
-
-    def _hazards(self, events: Events) -> Hazards:
-        gaps = events.gaps
-        survived = self._cumulative(gaps)
-        tail = None if events.t_end is None else self._cumulative(events.t_end - last_times(events))
-        return Hazards(self._log_density(gaps) + survived, survived, torch.zeros_like(gaps), tail)
-
-    def _log_density(self, gap: Tensor) -> Tensor:
-        if self.kind == "gamma":
-            shape = torch.tensor(self.a, dtype=torch.float64)
-            scale = self.a * log(self.b) - float(torch.lgamma(shape))
-            power: Tensor = torch.special.xlogy(torch.full_like(gap, self.a - 1), gap)
-            return scale + power - self.b * gap
-        log_gap = torch.where(gap > 0, gap, 1.0).log()
-        z = (log_gap - self.a) / self.b
-        return torch.where(gap > 0, -0.5 * z**2 - log_gap - log(self.b) - 0.5 * log(2 * pi), -torch.inf)
-
-    def _cumulative(self, gap: Tensor) -> Tensor:
-        """Λ = -log P(a gap is longer)."""
-        if self.kind == "gamma":
-            x = self.b * gap
-            share: Tensor = torch.special.gammaincc(torch.full_like(x, self.a), x)
-            # P(X > x) -> density(x) / (1 - (a - 1) / x), for where the share is below the smallest number
-            far = (
-                torch.log1p((1 - self.a) / x.clamp_min(max(1.0, self.a)))
-                - self._log_density(gap)
-                + log(self.b)
+        k, j = len(self.base), len(self.decay)
+        for number in (*self.base, *self.decay):
+            _require_positive("every base and decay", number)
+        shape = tuple(torch.tensor(self.branching, dtype=torch.float64).shape)
+        if shape != (j, k, k):
+            raise ValueError(
+                f"branching has shape {shape}, but {j} exponentials and {k} marks need ({j}, {k}, {k})"
             )
-            return torch.where(share > 0, -share.log(), far)
-        log_share: Tensor = torch.special.log_ndtr((self.a - gap.log()) / self.b)
-        return -log_share
+        branching = self._matrices(torch.device("cpu"))
+        if not bool(((branching >= 0) & torch.isfinite(branching)).all()):
+            raise ValueError("every branching must be at least 0 and finite: events can excite, not inhibit")
+        radius = float(torch.linalg.eigvals(branching.sum(0)).abs().max())
+        if radius >= 1:
+            raise ValueError(
+                f"the spectral radius of the branching is {radius:.3f}: from 1 on every event has so many "
+                "descendants that the process explodes; lower the branching"
+            )
 
+    @property
+    def num_marks(self) -> int:
+        return len(self.base)
 
-@dataclass(frozen=True)
-class SelfCorrecting(Process):
-    """Pressure that rises with time and falls with each event: λ(t) = exp(growth · t - relief · N(t)).
-
-    In the long run there are growth / relief events in a unit of time.
-    """
-
-    growth: float = 1.0
-    relief: float = 1.0
-
-    def __post_init__(self) -> None:
-        require_positive("growth", self.growth)
-        require_positive("relief", self.relief)
+    def _matrices(self, device: torch.device) -> Float64[Tensor, "j k k"]:
+        return torch.tensor(self.branching, dtype=torch.float64, device=device)
 
     def _start(self, batch: int, device: torch.device) -> Tensor:
-        return torch.zeros(batch, dtype=torch.float64, device=device)  # the log hazard
+        """The hazard of each mark that each exponential brings about: (b, j, k)."""
+        return torch.zeros(batch, len(self.decay), len(self.base), dtype=torch.float64, device=device)
 
     def _next(self, state: Tensor, generator: torch.Generator) -> Step:
-        due = torch.empty_like(state).exponential_(generator=generator)
-        # Λ(gap) = e^state (e^(growth gap) - 1) / growth, and Λ(gap) = due
-        gap = torch.logaddexp(torch.zeros_like(state), (self.growth * due).log() - state) / self.growth
-        return gap, torch.zeros_like(gap, dtype=torch.long), state + self.growth * gap - self.relief
+        """The first of the base's next event and that of each exponential, which are independent.
+
+        An exponential's whole compensator is its hazard / decay: where a draw exceeds it, it brings
+        about nothing more. No thinning, and nothing is rejected.
+        """
+        decay = torch.tensor(self.decay, dtype=torch.float64, device=state.device)
+        due = torch.empty(len(state), 1 + len(decay), dtype=torch.float64, device=state.device)
+        due.exponential_(generator=generator)
+        share = (due[:, 1:] * decay / state.sum(-1)).clamp_max(1.0)  # of an exponential's compensator
+        gap = torch.minimum(due[:, 0] / sum(self.base), (-torch.log1p(-share) / decay).amin(-1))
+        state = self._faded(state, gap)
+        hazards = state.sum(1) + torch.tensor(self.base, dtype=torch.float64, device=state.device)
+        mark = torch.multinomial(hazards, 1, generator=generator).squeeze(-1)
+        return gap, mark, state + self._children(mark)
+
+    def _faded(self, state: Tensor, gap: Tensor) -> Tensor:
+        decay = torch.tensor(self.decay, dtype=torch.float64, device=state.device)
+        return state * torch.exp(-decay * gap[:, None])[..., None]
+
+    def _children(self, mark: Tensor) -> Float64[Tensor, "b j k"]:
+        decay = torch.tensor(self.decay, dtype=torch.float64, device=mark.device)
+        return (decay[:, None, None] * self._matrices(mark.device))[..., mark].permute(2, 0, 1)
 
     def _hazards(self, events: Events) -> Hazards:
-        before = torch.arange(events.times.shape[1], device=events.device)
-        log_end = self.growth * (events.times - events.t_start[:, None]) - self.relief * before
-        compensator = self._grown(log_end - self.growth * events.gaps, events.gaps)
-        tail = None
-        if events.t_end is not None:
-            last = last_times(events)
-            log_last = self.growth * (last - events.t_start) - self.relief * events.lengths
-            tail = self._grown(log_last, events.t_end - last)
-        return Hazards(log_end, compensator, torch.zeros_like(log_end), tail)
+        if self.num_marks > 1 and bool((events.mask & (events.marks < 0)).any()):
+            raise ValueError(
+                "some marks are unknown: what an event excites depends on its mark, so that the exact "
+                "likelihood of a Hawkes process needs all of them"
+            )
+        base = torch.tensor(self.base, dtype=torch.float64, device=events.device)
+        gaps, marks = events.gaps, events.marks.clamp_min(0)
+        state, totals, spent, shares = self._start(len(events), events.device), [], [], []
+        for i in range(gaps.shape[1]):
+            spent.append(self._spent(state, gaps[:, i]))
+            state = self._faded(state, gaps[:, i])
+            hazards = base + state.sum(1)  # (b, k)
+            totals.append(hazards.sum(-1).log())
+            shares.append(hazards.gather(-1, marks[:, i, None]).squeeze(-1).log() - totals[-1])
+            state = torch.where(events.mask[:, i, None, None], state + self._children(marks[:, i]), state)
+        tail = None if events.t_end is None else self._spent(state, events.t_end - _last_times(events))
+        log_total, compensator, log_mark = (_columns(part, gaps) for part in (totals, spent, shares))
+        return Hazards(log_total, compensator, log_mark, tail)
 
-    def _grown(self, log_hazard: Tensor, gap: Tensor) -> Tensor:
-        """The integral of a hazard over a gap from its value at the gap's beginning."""
-        return log_hazard.exp() * torch.expm1(self.growth * gap) / self.growth
+    def _spent(self, state: Tensor, gap: Tensor) -> Float64[Tensor, " b"]:
+        """The compensator of a gap: Σ base · gap + Σ_j hazard_j (1 - exp(-decay_j gap)) / decay_j."""
+        decay = torch.tensor(self.decay, dtype=torch.float64, device=state.device)
+        excited = state.sum(-1) * -torch.expm1(-decay * gap[:, None]) / decay
+        return sum(self.base) * gap + excited.sum(-1)
+
+
+def _columns(parts: list[Tensor], like: Tensor) -> Float64[Tensor, "b t"]:
+    return torch.stack(parts, 1) if parts else torch.zeros_like(like)
+
+
+def simulated(name: str) -> Hawkes:
+    """The process of a simulated data set of the registry."""
+    processes = {entry.name: entry.process for entry in DATASETS.values() if entry.process is not None}
+    return Hawkes.univariate(*processes[known("simulated data set", name, processes)])

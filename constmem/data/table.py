@@ -1,34 +1,43 @@
-"""Rows of numbers, from a CSV file or arrays: read, checked, split and kept."""
+"""Rows of numbers, from a CSV or Parquet file or arrays: read, checked, split and kept."""
 
-import csv
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from jaxtyping import Float64, Int64
+from numpy.typing import NDArray
 from torch import Tensor
 
 from constmem.core.checks import known
 from constmem.core.files import read_tensors, write_tensors
+from constmem.data.row_files import opened
 
-Lines = Iterator[tuple[int, list[str]]]
+By = Literal["group", "time"]
 KIND, VERSION = "constmem.table", 1
 LEAST_ROWS, LEAST_GROUPS = 50, 5
+POWER_PLANT = Path(__file__).parent / "power_plant.csv"  # its licence is beside it
 LARGEST = 1e18  # in size: squares of what is larger do not fit into float32
 TOO_LARGE = "numbers beyond 1e18 in size cannot be learned from; use a larger unit or leave the row out"
 NO_NUMBER = (
     "every value must be a number: count dates in days or seconds from a start, replace words by numbers, or "
     "leave the row or column out (only groups may be text)"
 )
-MOST_HEADER = 2**20  # letters of a CSV file's first line
-OPEN_ENDED = "comma_separated_list_of_features"  # JODIE's last column: rows may have any number of these
+
+
+def power_plant() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """9,568 hours of a power plant: weather and vacuum, and megawatts (Tüfekci and Kaya 2014, CC BY 4.0).
+
+    The rows come with the package, in `power_plant.csv`, in random order; what they are is written beside it.
+    """
+    rows = np.loadtxt(POWER_PLANT, delimiter=",", skiprows=1)
+    return rows[:, :-1], rows[:, -1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +49,8 @@ class Table:
         groups: the number of each row's group; None: all rows are one task.
         name: of the data, for run folders and figures.
         labels: what the groups are called, by their numbers.
+        by: how they are split: at random by "group" (by row where there are none), or by "time", the first
+            rows of all groups to train on, the last to test on.
 
     Example:
         >>> table = Table.of([[0.5], [1.0]] * 30, [[1.0], [2.0]] * 30)
@@ -53,9 +64,10 @@ class Table:
     groups: Int64[Tensor, " n"] | None = None
     name: str = "table"
     labels: tuple[str, ...] = ()
+    by: By = "group"
 
     @staticmethod
-    def of(x: Any, y: Any, groups: Any = None, *, name: str = "table") -> "Table":
+    def of(x: Any, y: Any, groups: Any = None, *, name: str = "table", by: By = "group") -> "Table":
         """A table of arrays: x and y of (rows, columns) or (rows,), groups of numbers or text (rows,)."""
         sides = _side("x", x), _side("y", y)
         numbered, order = None, {}
@@ -67,7 +79,7 @@ class Table:
         lengths |= {} if numbered is None else {"groups": len(numbered)}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"x, y and groups must have as many rows as each other, not {lengths}")
-        return _checked(Table(sides[0], sides[1], numbered, name, tuple(map(str, order))))
+        return _checked(Table(sides[0], sides[1], numbered, name, tuple(map(str, order)), by))
 
     @staticmethod
     def read(
@@ -76,13 +88,15 @@ class Table:
         x: str | Sequence[str],
         y: str | Sequence[str],
         group: str | None = None,
+        by: By = "group",
     ) -> "Table":
-        """The columns x and y of a CSV file whose first line names them; rows of one group together.
+        """The columns x and y of a CSV or Parquet file; rows of one group together.
 
         Args:
             path: the file; of ;, tab and comma, what the first line holds most of separates its columns.
             x, y: the name, or the names, of the columns with inputs and outputs: numbers all of them.
             group: name of the column that says which rows belong together; any text.
+            by: how to split; by "time", the rows of the file are in its order.
         """
         path = Path(path)
         x, y = ([names] if isinstance(names, str) else list(names) for names in (x, y))
@@ -91,23 +105,21 @@ class Table:
             places = [_place(name, names, path) for name in wanted]
             group_place = None if group is None else _place(group, names, path)
             rows, labels = [], []
-            for line, cells in lines:
-                rows.append(
-                    [_number(cells[i], f"line {line}, column {names[i]!r} of {path}") for i in places]
-                )
+            for where, cells in lines:
+                rows.append([_number(cells[i], f"{where}, column {names[i]!r} of {path}") for i in places])
                 labels.append("" if group_place is None else cells[group_place].strip())
         _distinct(wanted)
         numbers = torch.tensor(rows, dtype=torch.float64).reshape(-1, len(places))
         order = {label: i for i, label in enumerate(dict.fromkeys(labels))}
         groups = None if group is None else torch.tensor([order[label] for label in labels])
         called = () if group is None else tuple(order)
-        table = Table(numbers[:, : len(x)], numbers[:, len(x) :], groups, path.name, called)
+        table = Table(numbers[:, : len(x)], numbers[:, len(x) :], groups, path.name, called, by)
         _varied(table, wanted, path)
         return _checked(table)
 
     @staticmethod
     def columns(path: str | os.PathLike[str]) -> list[str]:
-        """The names of a CSV file's columns: its first line."""
+        """The names of a file's columns."""
         with opened(Path(path)) as (names, _):
             return names
 
@@ -123,15 +135,23 @@ class Table:
     def statement(self) -> str:
         """What the data are, to stand beside figures made with them."""
         groups = "" if self.groups is None else f" in {self.num_groups:,} groups"
-        return f"{self.name}: {len(self):,} rows{groups}, {self.x.shape[1]} inputs, {self.y.shape[1]} outputs"
+        size = f"{len(self):,} rows{groups}, {self.x.shape[1]} inputs, {self.y.shape[1]} outputs"
+        return f"{self.name}: {size}{', split by time' if self.by == 'time' else ''}"
 
     def take(self, index: Int64[Tensor, " k"]) -> "Table":
         """Some of the rows, in the order of `index`."""
         groups = None if self.groups is None else self.groups[index]
-        return Table(self.x[index], self.y[index], groups, self.name, self.labels)
+        return replace(self, x=self.x[index], y=self.y[index], groups=groups)
 
     def parts(self, *, seed: int = 0) -> tuple["Table", "Table", "Table"]:
-        """Eight, one and one tenths of the rows, or of the groups where there are any, chosen at random."""
+        """Eight, one and one tenths of the rows, or of the groups where there are any, chosen at random.
+
+        By time, they are the first, the next and the last rows of all groups.
+        """
+        if self.by == "time":
+            ends = [len(self) * tenths // 10 for tenths in (0, 8, 9, 10)]
+            train, validation, test = (self.take(torch.arange(start, stop)) for start, stop in pairwise(ends))
+            return train, validation, test
         owner = torch.arange(len(self)) if self.groups is None else self.groups
         units = owner.unique()
         units = units[torch.randperm(len(units), generator=torch.Generator().manual_seed(seed))]
@@ -143,13 +163,13 @@ class Table:
     def equals(self, other: "Table") -> bool:
         """Whether the rows are the same, in the same order."""
         mine, theirs = ([t for t in (of.x, of.y, of.groups) if t is not None] for of in (self, other))
-        return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
+        return self.by == other.by and len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the rows, atomically, as a safetensors file."""
         tensors = {"x": self.x, "y": self.y} | ({} if self.groups is None else {"groups": self.groups})
         header = {"format": KIND, "version": str(VERSION), "name": self.name}
-        write_tensors(path, tensors, header | {"labels": json.dumps(self.labels)})
+        write_tensors(path, tensors, header | {"labels": json.dumps(self.labels), "by": self.by})
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "Table":
@@ -157,41 +177,10 @@ class Table:
         tensors, header = read_tensors(path, kind=KIND, version=VERSION)
         try:
             labels = tuple(json.loads(header.get("labels", "[]")))
-            return Table(tensors["x"], tensors["y"], tensors.get("groups"), header["name"], labels)
+            by: Any = known("way to split rows", header.get("by", "group"), get_args(By))
+            return Table(tensors["x"], tensors["y"], tensors.get("groups"), header["name"], labels, by)
         except (KeyError, ValueError, TypeError) as error:
             raise ValueError(f"{path} is damaged ({error!r}): write the table again") from error
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[tuple[list[str], Lines]]:
-    """The names of a CSV file's columns, and the numbers and cells of the lines below them.
-
-    Of ;, tab and comma, what the first line holds most of separates the columns.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path} to read rows from")
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            header = file.readline(MOST_HEADER)
-            if len(header) == MOST_HEADER:
-                raise ValueError(
-                    f"the first line of {path} has {MOST_HEADER:,} letters or more: not a CSV file"
-                )
-            delimiter = max(",;\t", key=header.count)
-            names = [name.strip() for name in next(csv.reader([header], delimiter=delimiter), [])]
-            yield names, _lines(csv.reader(file, delimiter=delimiter), path, names)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} is not a CSV file of UTF-8 text ({error})") from error
-
-
-def _lines(reader: Any, path: Path, names: list[str]) -> Lines:
-    for cells in reader:
-        line = reader.line_num + 1  # where the row ends: quoted cells may hold line breaks
-        if not any(cell.strip() for cell in cells):
-            continue
-        if len(cells) != len(names) and names[-1] != OPEN_ENDED:
-            raise ValueError(f"line {line} of {path} has {len(cells)} cells, its header {len(names)}")
-        yield line, cells
 
 
 def _side(side: str, numbers: Any) -> Float64[Tensor, "n c"]:
@@ -267,6 +256,7 @@ def _varied(table: Table, names: list[str], path: Path) -> None:
 
 
 def _checked(table: Table) -> Table:
+    known("way to split rows", table.by, get_args(By))
     if len(table) < LEAST_ROWS:
         raise ValueError(
             f"{table.name} has {len(table)} rows, but {LEAST_ROWS} are the fewest that can be split into "

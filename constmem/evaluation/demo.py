@@ -1,134 +1,174 @@
-"""The demonstration: unseen digits completed, a small model trained, a stream that stays small."""
+"""The demonstration: a power plant's rows learned as a stream, beside a forest; unseen digits completed."""
 
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
-from constmem import plots
-from constmem.data import Task, load_images
+from constmem.core.progress import progress
+from constmem.data import POWER_PLANT, image_points, load_images, power_plant
 from constmem.evaluation.pictures import completions
-from constmem.evaluation.points import evaluate
-from constmem.neural_processes import CMANP, NeuralProcess
+from constmem.neural_processes import CMANP
+from constmem.plots.curves import Panel, panels_of_lines
+from constmem.plots.images import completion_grid
 from constmem.stream import Stream
-from constmem.training.folder import InterruptedRunError, StoppedError
-from constmem.training.log import progress
-from constmem.training.loop import Run, build, train
-from constmem.training.recipes import changed, recipe
-from constmem.training.sources import Source, open_source
+from constmem.tabular.estimators import StreamingRegressor
 
-STEPS = 1800  # of training: under a minute of one processor
+ROWS, CHUNK = 8000, 1000  # of the power plant's hours to learn; the others are held out
+OURS, FOREST = "StreamingRegressor", "random forest"
+PIXELS = 0, 10, 30, 60, 120, 250  # shown of each digit
 
 
-def demo(out: Path, *, steps: int | None = None, points: int = 1_000_000) -> None:
-    """Run all of it on one thread, as fits small work; pictures and the trained model go to `out`."""
+@dataclass(frozen=True)
+class Moment:
+    """How two ways to learn stand after some rows.
+
+    Attributes:
+        seen: rows learned so far.
+        error: root mean square error on the rows held out, ours and the forest's.
+        inside: share of the held-out rows inside our 90 % intervals.
+        held: bytes that each must keep to go on; the forest needs all rows, too.
+        seconds: of the processor, spent on learning so far.
+    """
+
+    seen: int
+    error: tuple[float, float]
+    inside: float
+    held: tuple[int, int]
+    seconds: tuple[float, float]
+
+
+def demo(out: Path, *, rows: int = ROWS, trees: int = 100) -> None:
+    """Show both acts on one thread, as fits small work; pictures go to `out`."""
     from rich.console import Console
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        _demo(out, steps, points, Console())
+        _acts(out, rows, trees, Console())
     finally:
         torch.set_num_threads(threads)
 
 
-def _demo(out: Path, steps: int | None, points: int, console: Any) -> None:
+def _acts(out: Path, rows: int, trees: int, console: Any) -> None:
+    console.print("1. Hours of a power plant, read once in chunks, beside a forest retrained on all so far")
+    found = list(_watched(power_stream(rows, trees=trees), rows))
+    files = {"power plant": power_picture(found, out / "power.png")}
+    console.print(_table(found))
+    console.print("2. Digits of another data set, completed from a stream of pixels by shipped weights")
+    files["digits"], lines = _digits(out / "digits.png")
+    for line in lines:
+        console.print(line)
+    for what, path in files.items():
+        console.print(f"{what:>12}: {path}", soft_wrap=True)
+    console.print(
+        f"Next, with these rows or a CSV file of your own:\n"
+        f"  constmem fit {POWER_PLANT} --target power --out power.model",
+        soft_wrap=True,
+    )
+
+
+def power_stream(rows: int = ROWS, *, trees: int = 100) -> Iterator[Moment]:
+    """Learn the power plant's rows a chunk at a time; after each, predict the rows that are held out."""
+    from sklearn.ensemble import RandomForestRegressor
+
+    x, y = power_plant()
+    x_new, y_new = x[ROWS:], y[ROWS:]
+    ours, spent = StreamingRegressor(warmup=CHUNK), [0.0, 0.0]
+    for start in range(0, rows, CHUNK):
+        stop = start + CHUNK
+        clock = time.process_time()
+        ours.partial_fit(x[start:stop], y[start:stop])
+        mean, (low, high) = ours.predict(x_new), ours.predict_interval(x_new, 0.9).T
+        spent[0] += time.process_time() - clock
+        clock = time.process_time()
+        forest = RandomForestRegressor(trees, random_state=0).fit(x[:stop], y[:stop])
+        errors = mean - y_new, forest.predict(x_new) - y_new
+        spent[1] += time.process_time() - clock
+        yield Moment(
+            stop, (_rmse(errors[0]), _rmse(errors[1])), float(np.mean((low <= y_new) & (y_new <= high))),
+            (ours.nbytes_, _forest_bytes(forest) + x[:stop].nbytes + y[:stop].nbytes), (spent[0], spent[1]),
+        )  # fmt: skip
+
+
+def _rmse(errors: NDArray[np.float64]) -> float:
+    return float(np.sqrt(np.mean(errors**2)))
+
+
+def _forest_bytes(forest: Any) -> int:
+    """What the nodes of all trees take."""
+    parts = (tree.tree_.__getstate__() for tree in forest.estimators_)
+    return sum(part["nodes"].nbytes + part["values"].nbytes for part in parts)
+
+
+def _watched(moments: Iterator[Moment], rows: int) -> Iterator[Moment]:
+    with progress("learning", rows) as report:
+        for moment in moments:
+            report(moment.seen, f"error {moment.error[0]:.2f} MW")
+            yield moment
+
+
+def power_picture(found: list[Moment], path: Path) -> Path:
+    """Error, intervals, memory and time against the rows seen."""
+    seen = [moment.seen for moment in found]
+
+    def pair(ours: list[float], forest: list[float]) -> dict[str, tuple[list[int], list[float]]]:
+        return {OURS: (seen, ours), f"{FOREST}, retrained each time": (seen, forest)}
+
+    errors, held, seconds = (
+        pair(*([getattr(moment, what)[i] / scale for moment in found] for i in range(2)))
+        for what, scale in (("error", 1), ("held", 1e6), ("seconds", 1))
+    )
+    inside = {OURS: (seen, [100 * moment.inside for moment in found])}
+    panels = (
+        Panel("error on new hours (RMSE, MW)", errors),
+        Panel("new hours inside 90 % intervals (%)", inside, level=90, low=70, high=100),
+        Panel("held in memory (MB)", held, low=0),
+        Panel("processor time so far (s)", seconds, low=0),
+    )
+    return panels_of_lines(panels, path, title="Output of a power plant, learned from a stream")
+
+
+def _table(found: list[Moment]) -> Any:
     from rich.table import Table
 
-    table = Table(title="What was just shown", title_justify="left", show_lines=False)
-    table.add_column("measured")
-    table.add_column("value", justify="right")
-    console.print(
-        "1. A model trained on other people's digits completes scikit-learn's from a stream of pixels ..."
-    )
-    files = {"digits, completed": _complete(out)}
-    console.print(
-        "2. Training a small model from scratch on 1,300 real digits of 8x8 pixels (about a minute) ..."
-    )
-    files |= _train(out, steps, table)
-    console.print(f"3. Streaming {points:,} points into the first model ...")
-    files |= _stream(out, points, table)
-    console.print(table)
-    for what, path in files.items():
-        console.print(f"{what:>18}: {path}", soft_wrap=True)
-    console.print(
-        "Next: the README's first screen, with a model of your own or CMANP.from_pretrained('emnist')."
-    )
+    table = Table(title_justify="left", show_lines=False)
+    for head in ("rows", "error, MW", "forest's", "in 90 %", "MB", "forest's", "CPU s", "forest's"):
+        table.add_column(head, justify="right")
+    for moment in found:
+        table.add_row(
+            f"{moment.seen:,}", *(f"{error:.2f}" for error in moment.error), f"{100 * moment.inside:.0f} %",
+            *(f"{size / 1e6:.1f}" for size in moment.held), *(f"{spent:.1f}" for spent in moment.seconds),
+        )  # fmt: skip
+    return table
 
 
-def _complete(out: Path) -> Path:
+def _digits(path: Path) -> tuple[Path, list[str]]:
+    """Draw completions of four digits; errors of twenty, and the bytes of a stream, in words."""
     model = CMANP.from_pretrained("emnist")
-    digits = like_emnist(load_images("digits", split="test").pixels[1:5])
+    digits = like_emnist(load_images("digits", split="test").pixels[:20])
     title = "Digits of another data set, completed from a growing stream of pixels"
-    found = completions(model, digits, (0, 10, 30, 60, 120, 250))
-    return plots.completion_grid(found, digits, out / "digits.png", title=title)
+    drawn = completion_grid(completions(model, digits[1:5], PIXELS), digits[1:5], path, title=title)
+    x, y = image_points(digits)
+    order = torch.randperm(x.shape[1], generator=torch.Generator().manual_seed(0))
+    hidden, stream, lines, done = order[PIXELS[-1] :], Stream(model, batch=len(x)), [], 0
+    for size in PIXELS[1:]:
+        stream.observe(x[:, order[done:size]], y[:, order[done:size]])
+        done = size
+        error = float((stream.predict(x[:, hidden]).mean - y[:, hidden]).square().mean().sqrt())
+        held = stream.nbytes // len(x)
+        lines.append(f"{size:>6} of 784 pixels: error {error:.2f} of grey 0 to 1, {held:,} bytes a stream")
+    return drawn, lines
 
 
 def like_emnist(pixels: Tensor) -> Tensor:
     """8x8 digits as EMNIST shows them: twenty pixels high in a frame of 28x28."""
     large = F.interpolate(pixels.permute(0, 3, 1, 2).float(), size=(20, 20), mode="bicubic").clamp(0, 255)
     return F.pad(large, (4, 4, 4, 4)).round().to(torch.uint8).permute(0, 2, 3, 1)
-
-
-def _train(out: Path, steps: int | None, table: Any) -> dict[str, Path]:
-    settings = changed(recipe("digits", "cmanp-tiny"), ["model.depth=1", "lr=5e-3", "skew=0.5"], steps=STEPS)
-    run = Run("digits", "cmanp-tiny", "improved", settings)
-    folder = out / "model"
-    try:
-        train(run, out=folder, resume=True, stop_after=steps, validate_every=300)
-    except InterruptedRunError as error:
-        raise StoppedError(
-            f"stopped after step {error.step}: the same command goes on from there (the demo has no --resume)"
-        ) from None
-    model = CMANP.from_pretrained(folder)
-    source = open_source("digits", run.recipe, data_dir=None, device=torch.device("cpu"))
-    before, after = _scores(build(run), source), _scores(model, source)
-    for what, key, form in (
-        ("small model: log-likelihood of an unseen pixel, untrained -> trained", "log_likelihood", "{:.2f}"),
-        ("small model: error of the mean (RMSE; grey levels 0 to 1)", "rmse", "{:.3f}"),
-    ):
-        table.add_row(what, f"{form.format(before[key])} -> {form.format(after[key])}")
-    table.add_row("small model: pixels inside their 90 % interval", f"{100 * after['coverage']['0.9']:.1f} %")
-    digits = load_images("digits", split="test").pixels[1:4]
-    title = "The small model, just trained: unseen 8x8 digits"
-    found = completions(model, digits, (0, 4, 8, 16, 32))
-    grid = plots.completion_grid(found, digits, out / "small.png", title=title)
-    return {"the small model": folder, "its completions": grid}
-
-
-def _scores(model: NeuralProcess, source: Source[Task]) -> dict[str, Any]:
-    return vars(evaluate(model, source.tests["test"]()))
-
-
-def _stream(out: Path, points: int, table: Any) -> dict[str, Path]:
-    """Stream random points into a model, in growing chunks, and watch the bytes held."""
-    stream = Stream(CMANP.from_pretrained("emnist"))
-    generator = torch.Generator().manual_seed(0)
-    seen: list[int] = []
-    held: list[int] = []
-    total = 0
-    with progress("streaming", points) as report:
-        while total < points:
-            size = min(max(total * 9, 10), 20_000, points - total)
-            xy = torch.rand(1, size, 3, generator=generator)
-            stream.observe(xy[..., :2] * 2 - 1, xy[..., 2:] - 0.5)
-            total += size
-            report(total)
-            if total in {10**k for k in range(1, 9)} or total == points:
-                seen.append(total)
-                held.append(stream.nbytes)
-    point = torch.zeros(1, 1, 2), torch.zeros(1, 1, 1)
-    start = time.perf_counter()
-    for _ in range(200):
-        stream.observe(*point)
-    micros = (time.perf_counter() - start) / 200 * 1e6
-    for n, size in ((seen[0], held[0]), (seen[-1], held[-1])):
-        table.add_row(f"bytes remembered after {n:,} points", f"{size:,}")
-    table.add_row(f"the {seen[-1]:,} points themselves", f"{12 * seen[-1]:,}")
-    table.add_row("update by one point, microseconds", f"{micros:.0f}")
-    lines = {"remembered by the stream": held, "the points themselves": [12 * n for n in seen]}
-    title = "Bytes held against points seen"
-    return {"memory": plots.memory_curve(seen, lines, out / "memory.png", title=title)}

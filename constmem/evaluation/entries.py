@@ -6,10 +6,10 @@ from math import isnan
 from statistics import mean
 from typing import Any
 
+from constmem.core.registry import MODELS
+from constmem.core.registry import title_of as model_name
 from constmem.data.catalogue import DATASETS
 from constmem.evaluation.rows import Figure, Row, grouped
-from constmem.models import MODELS
-from constmem.models import title_of as model_name
 from constmem.training.recipes import complete
 
 COLUMNS = ("steps", "batch")  # settings that have a column of their own

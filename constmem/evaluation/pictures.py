@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float64, UInt8
 from torch import Tensor
 
-from constmem import plots
 from constmem.core import checks
+from constmem.core.registry import title_of as model_name
 from constmem.data import (
     EventLog,
     Events,
@@ -27,9 +27,16 @@ from constmem.data.catalogue import DATASETS, title_of
 from constmem.evaluation.events import mark_confusion, rescaled_times
 from constmem.evaluation.points import pit_values
 from constmem.evaluation.runs import metrics_of, open_run
-from constmem.models import title_of as model_name
 from constmem.neural_processes import NeuralProcess
-from constmem.plots import Completion, Fit, Timeline
+from constmem.plots.curves import (
+    Fit,
+    calibration_curve,
+    function_fits,
+    learning_curve,
+    predicted_against_true,
+)
+from constmem.plots.events import Timeline, confusion_picture, fit_picture, hazard_picture, sequence_picture
+from constmem.plots.images import Completion, completion_grid, model_grid
 from constmem.point_processes import PointProcess
 from constmem.stream import Stream
 from constmem.training.folder import own_data
@@ -81,7 +88,7 @@ def plot_runs(
     for run in runs:
         name = run.folder.resolve().name
         target = run.folder / "pictures" if out is None else out / name if len(folders) > 1 else out
-        made.append(plots.learning_curve(metrics_of(run.folder), target / "learning.png", title=run.title))
+        made.append(learning_curve(metrics_of(run.folder), target / "learning.png", title=run.title))
         if isinstance(run.model, PointProcess):
             events = _drawn_events(run.source)
             found = rescaled_times(run.model, events)
@@ -109,14 +116,14 @@ def _compared(
     title = f"{title_of(dataset)}: the same {{}}, different models"
     if fits[0] is not None:
         named = dict(zip(labels, fits, strict=True))
-        return [plots.fit_picture(named, out / f"{dataset}-fits.png", title=title.format("events"))]
+        return [fit_picture(named, out / f"{dataset}-fits.png", title=title.format("events"))]
     if not _of_images(dataset):
         return []
     pixels = _images(dataset, IMAGES[1], data_dir)
     models = {
         label: completions(run.model, pixels, _sizes(pixels)) for label, run in zip(labels, runs, strict=True)
     }
-    return [plots.model_grid(models, pixels, out / f"{dataset}-models.png", title=title.format("pixels"))]
+    return [model_grid(models, pixels, out / f"{dataset}-models.png", title=title.format("pixels"))]
 
 
 def _of_images(dataset: str) -> bool:
@@ -150,16 +157,16 @@ def completions(
 def _plot_points(run: Trained, out: Path, data_dir: Path | None) -> list[Path]:
     """Calibration, and completions, fits or predictions."""
     pits = {name: pit_values(run.model, islice(tasks(), BATCHES)) for name, tasks in run.source.tests.items()}
-    made = [plots.calibration_curve(pits, out / "calibration.png", title=run.title)]
+    made = [calibration_curve(pits, out / "calibration.png", title=run.title)]
     table = own_data(run.folder)
     if isinstance(table, Table):
         made.append(_table_picture(run, table, out))
     elif _of_images(run.run["dataset"]):
         pixels = _images(run.run["dataset"], IMAGES[0], data_dir)
         results = completions(run.model, pixels, _sizes(pixels))
-        made.append(plots.completion_grid(results, pixels, out / "completions.png", title=run.title))
+        made.append(completion_grid(results, pixels, out / "completions.png", title=run.title))
     else:
-        made.append(plots.function_fits(gp_fits(run.model), out / "fits.png", title=run.title))
+        made.append(function_fits(gp_fits(run.model), out / "fits.png", title=run.title))
     return made
 
 
@@ -198,7 +205,7 @@ def gp_fits(model: NeuralProcess[Any, Any]) -> list[tuple[str, list[Fit]]]:
 def _table_picture(run: Trained, table: Table, out: Path) -> Path:
     """Of one input: fits of held-out groups, or of the rows; of more: predictions against the truth."""
     if table.x.shape[1] == table.y.shape[1] == 1:
-        return plots.function_fits(_table_fits(run.model, table), out / "fits.png", title=run.title)
+        return function_fits(_table_fits(run.model, table), out / "fits.png", title=run.title)
     name = list(run.source.tests)[-1]
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     with torch.no_grad():
@@ -207,7 +214,7 @@ def _table_picture(run: Trained, table: Table, out: Path) -> Path:
             real = torch.ones_like(task.yt[..., 0], dtype=torch.bool) if task.mask_t is None else task.mask_t
             parts.append((task.yt[real][:, 0], dist.mean[real][:, 0], dist.stddev[real][:, 0]))
     true, mean, std = (torch.cat(part)[:500].cpu().float() for part in zip(*parts, strict=True))
-    return plots.predicted_against_true(true, mean, std, out / "predictions.png", title=run.title)
+    return predicted_against_true(true, mean, std, out / "predictions.png", title=run.title)
 
 
 def _table_fits(model: NeuralProcess[Any, Any], table: Table) -> list[tuple[str, list[Fit]]]:
@@ -256,19 +263,19 @@ def _plot_events(run: Trained, events: Events, rescaled: Tensor, out: Path) -> l
     shown = events.select(slice(nearest, nearest + 1)).trim()
     gap = run.model.forecast(shown).gap
     line = timeline(shown, names)
-    made = [plots.sequence_picture(line, gap, out / "sequence.png", title=run.title)]
+    made = [sequence_picture(line, gap, out / "sequence.png", title=run.title)]
     times, hazard = hazards(gap, shown)
     entry = DATASETS.get(run.run["dataset"])
     true = None
     if entry is not None and entry.kind == "simulated":
         true = simulated(entry.name).hazard(shown.to("cpu"), times.reshape(-1)).reshape(times.shape)
-    made.append(plots.hazard_picture(line, times, hazard, out / "hazard.png", title=run.title, true=true))
+    made.append(hazard_picture(line, times, hazard, out / "hazard.png", title=run.title, true=true))
     label = model_name(run.run["model"])
-    made.append(plots.fit_picture({label: rescaled}, out / "fit.png", title=run.title))
+    made.append(fit_picture({label: rescaled}, out / "fit.png", title=run.title))
     if events.num_marks > 1:
         marks, counts = mark_confusion(run.model, events)
         target = out / "marks.png"
-        made.append(plots.confusion_picture(marks, counts, target, title=run.title, names=names))
+        made.append(confusion_picture(marks, counts, target, title=run.title, names=names))
     return made
 
 

@@ -18,6 +18,8 @@ from constmem.core import checks
 from constmem.core.files import write_text
 from constmem.core.memory import Peak
 from constmem.core.model import WEIGHTS
+from constmem.core.progress import progress
+from constmem.core.registry import of_events
 from constmem.data import Events, simulated
 from constmem.data.catalogue import DATASETS
 from constmem.evaluation.entries import Entry, EventEntry, PointEntry, compare, difference, entry_of
@@ -25,11 +27,10 @@ from constmem.evaluation.events import evaluate_events
 from constmem.evaluation.points import evaluate
 from constmem.evaluation.rows import EventScores, Figure, Row, Scores, grouped, kind
 from constmem.evaluation.tables import MORE, other_scores
-from constmem.models import of_events
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
 from constmem.training.folder import EVENTS, TABLE, device_name, own_data, read_run
-from constmem.training.log import progress, read_metrics
+from constmem.training.log import read_metrics
 from constmem.training.recipes import read_recipe
 from constmem.training.sources import Source, open_source
 

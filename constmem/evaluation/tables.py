@@ -3,10 +3,12 @@
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
+from constmem.core.files import write_text
 from constmem.data.catalogue import title_of
-from constmem.evaluation.entries import PHASES, SHOWN, Entry, EventEntry, PointEntry, full_name
-from constmem.evaluation.rows import Figure, json_text
+from constmem.evaluation.entries import PHASES, SHOWN, Entry, EventEntry, PointEntry, compare, full_name
+from constmem.evaluation.rows import Figure, json_text, read_rows
 
 MORE = ("RMSE", "CRPS", "90 %")  # columns of points that are shown where they are asked for
 HEADS = dict(
@@ -49,6 +51,35 @@ ELSEWHERE: dict[str, tuple[tuple[str, str, dict[str, float]], ...]] = {
         ("CMHP", "the paper's, another protocol", {"nll": 0.528, "rmse": 0.262, "accuracy": 0.609}),
     ),
 }
+
+
+def table_of(
+    results: Sequence[Path] | None,
+    *,
+    dataset: str | None = None,
+    form: str | None = None,
+    out: Path | None = None,
+    scores: bool = False,
+) -> None:
+    """Show, print or write the table of scored runs.
+
+    Args:
+        results: folders of runs, or JSON files of rows; None: all in runs/.
+        form: "json" or "markdown"; None: as `out` is called, or as the terminal shows it best.
+    """
+    paths = results or sorted(path.parent for path in Path("runs").glob("*/eval.json"))
+    if not paths:
+        raise ValueError("no scored runs in runs/: name run folders or JSON files, or run `eval` first")
+    entries = compare(read_rows(paths), dataset=dataset)
+    if form is None and out is None:
+        show(entries, scores=scores)
+        return
+    wants_json = form == "json" or (form is None and out is not None and out.suffix == ".json")
+    text = as_json(entries) if wants_json else markdown(entries, scores=scores)
+    if out is None:
+        print(text)
+    else:
+        print(f"wrote {write_text(out, text + chr(10))}")
 
 
 def tabulate(entries: Sequence[Entry], *, scores: bool = False) -> list[Table]:

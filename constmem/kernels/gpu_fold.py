@@ -41,8 +41,7 @@ def fold(
     """Value and lse of all chunks together, with a lean gradient; None where the kernels cannot serve.
 
     Args:
-        exact: gives queries, weight and shift, as `absorb` takes them, in float64.
-        slots: a parameter they depend on.
+        exact: gives queries, weight and shift, as `absorb` takes them, in float64; of `slots` among others.
         layers: of the embedding, whose `embed` they are.
         chunks: kept until the backward pass.
     """
@@ -87,12 +86,10 @@ def _folded(
 @torch.no_grad()
 def _plan(rows: Float[Tensor, "s d"], layers: Layers) -> gpu.Plan | None:
     """How the kernels take mean tokens: as values that are not projected."""
-    precision = gpu.precision_of(torch.float32)
-    assert precision is not None  # of float32
     slots, width = rows.shape
     eye = torch.eye(width, dtype=rows.dtype, device=rows.device)
     given = Absorbed(rows, rows.new_zeros(slots), eye[None], rows.new_zeros(1, width))
-    return gpu.plan(given, layers, precision)
+    return gpu.plan(given, layers, gpu.precision_of(torch.float32) or "exact")
 
 
 def rehearsed(d: int, precision: str, device: torch.device) -> bool:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from constmem import models as registry
+from constmem.core import registry
 from constmem.neural_processes.base import NeuralProcess
 from constmem.neural_processes.bootstrap import BANP, BNP
 from constmem.neural_processes.cmanp import CMANP

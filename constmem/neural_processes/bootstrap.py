@@ -6,50 +6,35 @@ them. The model sees the data as they are and, through a layer of its own, each 
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.distributions import Distribution
 
 from constmem.core.algebra import accumulator, bias_of
-from constmem.core.checks import positive
 from constmem.core.fold import Chunk, joined
 from constmem.core.layers import keep_variance
 from constmem.core.memory import Needs
 from constmem.neural_processes.base import M
-from constmem.neural_processes.encoders import (
-    Attended,
-    AttentiveEncoder,
-    PointDecoder,
-    PoolingPair,
-    linear_in_parts,
-    paired,
-    pool,
-)
-from constmem.neural_processes.heads import AnyStd, SampleMixture, logmeanexp, normal
+from constmem.neural_processes.cnp import AttendingProcess, SamplingProcess, SamplingSettings
+from constmem.neural_processes.encoders import Attended, paired, pool
+from constmem.neural_processes.heads import linear_in_parts, logmeanexp, normal
 from constmem.neural_processes.points import mean_of_real
 from constmem.neural_processes.stored import StoredPoints, StoringProcess
 
 
-class BootstrapProcess(StoringProcess[M]):
+class BootstrapProcess(SamplingProcess[StoredPoints, M], StoringProcess[M]):
     """A neural process that predicts mixtures over `num_samples` bootstrap versions of its data.
 
     The versions are drawn by `seed`, from the points in an order of their own: predictions are
     deterministic, and do not depend on chunks, on the order of the data or on the rest of a batch.
+    Settings are those of `SamplingProcess`.
     """
 
-    decoder: PointDecoder
-
-    def __init__(
-        self, *, dim_x: int, dim_y: int, dim: int, num_samples: int, num_train_samples: int, seed: int
-    ) -> None:
-        super().__init__(dim_x=dim_x, dim_y=dim_y)
-        positive("num_samples", num_samples)
-        positive("num_train_samples", num_train_samples)
-        self.num_samples, self.num_train_samples, self.seed = num_samples, num_train_samples, seed
+    def __init__(self, **settings: Unpack[SamplingSettings]) -> None:
+        super().__init__(**settings)
+        dim = self.config["dim"]
         self.adapt = keep_variance(nn.Linear(2 * dim, dim, bias=False))
 
     @abstractmethod
@@ -73,9 +58,6 @@ class BootstrapProcess(StoringProcess[M]):
     ) -> tuple[Float[Tensor, "b m k y"], Float[Tensor, "b m k y"]]:
         mean, std = self._decode_versions(memory, xt.to(self.dtype))
         return mean[:, :, 1:], std[:, :, 1:]
-
-    def distribution(self, mean: Tensor, std: Tensor) -> Distribution:
-        return SampleMixture(mean, std)
 
     def loss_noise(
         self, xc: Float[Tensor, "b n x"], *, generator: torch.Generator | None = None
@@ -140,16 +122,7 @@ class BootstrapProcess(StoringProcess[M]):
 class BNP(BootstrapProcess[Tensor]):
     """A conditional neural process that bootstraps its data: two means of them, and of each version.
 
-    The default depths are the published ones for Gaussian processes; trained on context and targets.
-
-    Args:
-        dim_x, dim_y: channels of inputs and outputs.
-        dim: width of everything inside.
-        pre_depth, post_depth: layers of the MLPs before and after the means.
-        decoder_depth: layers of the decoder.
-        std: "coarse" (at least 0.1) as published, "bounded" (at least 0.05) or "exp".
-        num_samples, num_train_samples: bootstrap versions in predictions, and in the loss.
-        seed: which versions predictions are made of.
+    Its settings are those of `SamplingProcess`; the samples are versions.
 
     Example:
         >>> model = BNP(dim_x=1, dim_y=1, dim=16).eval()
@@ -162,27 +135,9 @@ class BNP(BootstrapProcess[Tensor]):
 
     name: ClassVar[str] = "bnp"
 
-    def __init__(
-        self,
-        *,
-        dim_x: int,
-        dim_y: int,
-        dim: int = 128,
-        pre_depth: int = 4,
-        post_depth: int = 2,
-        decoder_depth: int = 3,
-        std: AnyStd = "coarse",
-        num_samples: int = 50,
-        num_train_samples: int = 4,
-        seed: int = 0,
-    ) -> None:
-        own = {"num_samples": num_samples, "num_train_samples": num_train_samples, "seed": seed}
-        super().__init__(dim_x=dim_x, dim_y=dim_y, dim=dim, **own)
-        depths = {"pre_depth": pre_depth, "post_depth": post_depth}
-        self.encoder = PoolingPair(dim_x=dim_x, dim_y=dim_y, dim=dim, outs=(dim, dim), **depths)
-        self.decoder = PointDecoder(
-            dim_x=dim_x, dim_in=2 * dim, dim=dim, dim_y=dim_y, depth=decoder_depth, std=std
-        )
+    def __init__(self, **settings: Unpack[SamplingSettings]) -> None:
+        super().__init__(**settings)
+        self.encoder, self.decoder = self._pooling()
 
     def needs(self, *, learning: bool) -> Needs:
         """For the data and each version of them: two tokens a point, and a target's decoder."""
@@ -199,21 +154,10 @@ class BNP(BootstrapProcess[Tensor]):
         return (memory[..., None, :],)
 
 
-class BANP(BootstrapProcess[Attended]):
+class BANP(AttendingProcess[Attended], BootstrapProcess[Attended]):
     """A bootstrapping neural process whose targets attend to the data and to each version of them.
 
-    The default depths are the published ones for Gaussian processes; trained on context and targets.
-
-    Args:
-        dim_x, dim_y: channels of inputs and outputs.
-        dim: width of everything inside.
-        pre_depth: layers before the mean and of the values (self-attention stands for two of them).
-        post_depth: layers after the mean, and of queries and keys.
-        decoder_depth: layers of the decoder.
-        std: "coarse" (at least 0.1) as published, "bounded" (at least 0.05) or "exp".
-        value_relu: False as published; True for weights of earlier versions, which had one ReLU too many.
-        num_samples, num_train_samples: bootstrap versions in predictions, and in the loss.
-        seed: which versions predictions are made of.
+    Its settings are those of `AttendingProcess` and `SamplingProcess`.
 
     Example:
         >>> model = BANP(dim_x=1, dim_y=1, dim=16, num_samples=5).eval()
@@ -224,38 +168,11 @@ class BANP(BootstrapProcess[Attended]):
     """
 
     name: ClassVar[str] = "banp"
-    older: ClassVar[Mapping[str, Any]] = {"value_relu": True}
-
-    def __init__(
-        self,
-        *,
-        dim_x: int,
-        dim_y: int,
-        dim: int = 128,
-        num_heads: int = 8,
-        pre_depth: int = 4,
-        post_depth: int = 2,
-        decoder_depth: int = 3,
-        std: AnyStd = "coarse",
-        value_relu: bool = False,
-        num_samples: int = 50,
-        num_train_samples: int = 4,
-        seed: int = 0,
-    ) -> None:
-        own = {"num_samples": num_samples, "num_train_samples": num_train_samples, "seed": seed}
-        super().__init__(dim_x=dim_x, dim_y=dim_y, dim=dim, **own)
-        self.encoder = AttentiveEncoder(
-            dim_x=dim_x, dim_y=dim_y, dim=dim, out=dim, pre_depth=pre_depth, post_depth=post_depth,
-            num_heads=num_heads, value_relu=value_relu,
-        )  # fmt: skip
-        self.decoder = PointDecoder(
-            dim_x=dim_x, dim_in=2 * dim, dim=dim, dim_y=dim_y, depth=decoder_depth, std=std
-        )
 
     def needs(self, *, learning: bool) -> Needs:
         """A CANP's, for the data and each version of them."""
         versions = 1 + (self.num_train_samples if learning else self.num_samples)
-        return self.encoder.needs(self.config, learning=learning).times(versions)
+        return super().needs(learning=learning).times(versions)
 
     def _encode(self, x: Tensor, y: Tensor, mask: Tensor | None) -> Attended:
         return self.encoder.encode(x, y, mask)

@@ -1,39 +1,41 @@
 """Constant Memory Attentive Neural Process: stacked CMABs, and a decoder that reads every level."""
 
-from collections.abc import Set
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Set
+from functools import reduce
+from typing import Any, ClassVar, Unpack
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from constmem.core import checks
 from constmem.core.block import CMABStack
 from constmem.core.fold import Chunk, fold, fused_fold
-from constmem.core.layers import MLP, CrossAttention, FeedForward, Residual, on_gpu
+from constmem.core.layers import MLP, keep_variance, on_gpu
 from constmem.core.model import listed
+from constmem.core.moments import Moments
 from constmem.core.observation import Observation
-from constmem.core.state import AttentionState
+from constmem.core.product import Product
 from constmem.kernels import Graphs
-from constmem.neural_processes.base import NeuralProcess
-from constmem.neural_processes.heads import Gaussian, Std, decode_levels
+from constmem.neural_processes.heads import Corrected, through_levels
+from constmem.neural_processes.regression import Posterior, Regression
+from constmem.neural_processes.transformers import LevelProcess, LevelSettings
 
 
-class CMANP(NeuralProcess):
+class CMANP(LevelProcess[Any, Any]):
     """A neural process in constant memory: conditioning, updating, and (training's) gradients too.
 
     The defaults are the paper's sizes.
 
     Args:
-        dim_x, dim_y: channels of inputs and outputs.
-        dim: width of all tokens.
-        depth: number of blocks, and of decoder layers.
         num_slots: learned queries a block looks at the data with; they size the state.
         num_latents: vectors the blocks hand to each other.
-        hidden: width inside feed-forward layers and the predictor.
-        embed_depth: layers of the two embedding MLPs.
-        residual: "normed" as in the published models, or "raw".
-        std: "bounded" (at least 0.05) or "exp".
+        moments: how many features' products it remembers beside the slots; none as published. With them it
+            predicts by `experts` Bayesian linear regressions, which the slots correct: a mixture of normals
+            instead of one, from a `Product` of states. For smooth functions of a few inputs.
+        experts: how many regressions.
+        settings: those of `LevelProcess`; `depth` is the number of blocks, and of decoder layers.
 
     Example:
         >>> model = CMANP(dim_x=1, dim_y=1, dim=16, depth=2, num_slots=8, num_latents=8).eval()
@@ -48,101 +50,125 @@ class CMANP(NeuralProcess):
     """
 
     name: ClassVar[str] = "cmanp"
-    decoding: ClassVar[Set[str]] = {"embed_target", "cross", "feed", "head"}
+    decoding: ClassVar[Set[str]] = {"embed_target", "cross", "feed", "head", "recall"}
+    newer: ClassVar[Mapping[str, Any]] = {"moments": 0, "experts": 32}
 
     def __init__(
         self,
         *,
-        dim_x: int,
-        dim_y: int,
-        dim: int = 64,
-        depth: int = 6,
         num_slots: int = 128,
         num_latents: int = 128,
-        num_heads: int = 4,
-        hidden: int = 128,
-        embed_depth: int = 4,
-        residual: Residual = "normed",
-        std: Std = "bounded",
+        moments: int = 0,
+        experts: int = 32,
+        **settings: Unpack[LevelSettings],
     ) -> None:
-        super().__init__(dim_x=dim_x, dim_y=dim_y)
+        super().__init__(**settings)
         checks.positive("num_latents", num_latents)
-        self.embed = MLP(dim_in=dim_x + dim_y, dim_hidden=dim, dim_out=dim, depth=embed_depth)
-        self.embed_target = MLP(dim_in=dim_x, dim_hidden=dim, dim_out=dim, depth=embed_depth)
-        self.latents = nn.Parameter(torch.randn(num_latents, dim))
-        self.stack = CMABStack(
-            depth=depth,
-            dim=dim,
-            num_slots=num_slots,
-            num_heads=num_heads,
-            hidden=hidden,
-            residual=residual,
-        )
-        self.cross = nn.ModuleList(
-            CrossAttention(dim=dim, num_heads=num_heads, residual=residual) for _ in range(depth)
-        )
-        self.feed = nn.ModuleList(
-            FeedForward(dim=dim, hidden=hidden, residual=residual) for _ in range(depth)
-        )
-        self.head = Gaussian(dim=dim, hidden=hidden, dim_y=dim_y, std=std)
+        self.latents = nn.Parameter(torch.randn(num_latents, self.config["dim"]))
+        sizes = self._set("depth", "dim", "num_heads", "hidden", "residual")
+        self.stack = CMABStack(num_slots=num_slots, **sizes)
+        self._add_decoder()
+        self.regression: Regression | None = None
+        if moments:
+            dim = self.config["dim"]
+            self.regression = Regression(dim_x=self.dim_x, features=moments, experts=experts)
+            self.recall = keep_variance(nn.Linear(experts * (self.dim_y + 2), dim))
+            self.weigh = nn.Linear(dim, experts)
+            for part in (self.weigh.weight, self.weigh.bias):
+                nn.init.zeros_(part)
+            self.head = Corrected(**self._set("dim", "hidden", "std"), dim_y=self.dim_y)
+            self.state_type = Product
         self._graphs = Graphs()
 
-    def empty(self, batch: int = 1) -> AttentionState:
-        return self.stack.empty(batch)
+    def empty(self, batch: int = 1) -> Any:
+        slots = self.stack.empty(batch)
+        if self.regression is None:
+            return slots
+        features = 2 * len(self.regression.frequencies)
+        return Product(slots, Moments.empty(features, self.dim_y, batch=(batch,), device=self.device))
 
-    def _observe(
-        self, x: Tensor, y: Tensor, mask: Tensor | None, log_weight: Tensor | None
-    ) -> AttentionState:
+    def _observe(self, x: Tensor, y: Tensor, mask: Tensor | None, log_weight: Tensor | None) -> Any:
         points = torch.cat([x, y], -1).to(self.dtype)
-        return self.stack.observation.observe(points, mask, log_weight, embed=self.embed)
+        slots = self.stack.observation.observe(points, mask, log_weight, embed=self.embed)
+        if self.regression is None:
+            return slots
+        return Product(slots, self.regression.observe(x, y, mask, log_weight))
 
-    def _extended(
-        self, state: AttentionState, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int | None
-    ) -> AttentionState:
+    def _extended(self, state: Any, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int | None) -> Any:
         if x.shape[1] == 1 and mask is None and not self._learns():
             own_x, own_y, _ = self._scaled((x, y, None))
             points = torch.cat([own_x, own_y], -1).to(self.dtype)
-            found = self.stack.observation.extended(state, points, embed=self.embed)
+            slots = state if self.regression is None else state.slots
+            found = self.stack.observation.extended(slots, points, embed=self.embed)
             if found is not None and checks.surely_finite(points):  # asked last: a GPU is at work meanwhile
-                return found
+                if self.regression is None:
+                    return found
+                return Product(found, state.moments.merge(self.regression.observe(own_x, own_y)))
         return super()._extended(state, x, y, mask, chunk)
 
     def _chunk(self) -> int:
         return self.stack.observation.chunk()
 
-    def _fold(self, chunks: list[Chunk]) -> AttentionState:
+    def _fold(self, chunks: list[Chunk]) -> Any:
         observation = self.stack.observation
-        found = fused_fold(observation, self.embed, chunks)
-        if found is not None:
-            return found
-        return fold(_Projection(self.embed, observation), observation.prepared().queries, chunks)
+        slots = fused_fold(observation, self.embed, chunks)
+        if slots is None:
+            slots = fold(_Projection(self.embed, observation), observation.prepared().queries, chunks)
+        if self.regression is None:
+            return slots
+        observe = self.regression.observe  # each chunk's features are computed again for the gradient
+        parts = [checkpoint(observe, *chunk, use_reentrant=False) for chunk in chunks]
+        return Product(slots, reduce(Moments.merge, parts))
 
     def observing_parameters(self) -> list[Tensor]:
         own: Any = self._modules  # past the look-ups of modules: small updates feel those
-        return listed(own["embed"], own["stack"]._modules["observation"])
+        features = [] if self.regression is None else [self.regression.frequencies]
+        return [*listed(own["embed"], own["stack"]._modules["observation"]), *features]
 
     @property
     def layout(self) -> tuple[int, ...]:
-        return self.stack.layout
+        if self.regression is None:
+            return self.stack.layout
+        return *self.stack.layout, 2 * len(self.regression.frequencies), self.dim_y
 
-    def read(self, state: AttentionState) -> Float[Tensor, "b depth l d"]:
-        """The latents after every block."""
-        work, value = self._read, state.value
-        return self._graphs.run(self, work, value) if on_gpu(value) else work(value)
+    def read(self, state: Any) -> Any:
+        """The latents after every block; with moments also the experts' posterior."""
+        if self.regression is None:
+            return self._run(self._read, state.value)
+        latents = self._run(self._read, state.slots.value)
+        posterior = self.regression.read(state.moments)
+        corrected = posterior.evidence + self.weigh(latents[:, -1].mean(1)).double()
+        return latents, *posterior._replace(evidence=corrected.log_softmax(-1))
 
     def _read(self, value: Float[Tensor, "b depth h s c"]) -> Float[Tensor, "b depth l d"]:
         return torch.stack(self.stack.read_value(value, self.latents.expand(len(value), -1, -1)), 1)
 
-    def decode(
-        self, memory: Float[Tensor, "b depth l d"], xt: Float[Tensor, "b m x"]
-    ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
-        given = memory, xt
-        return self._graphs.run(self, self._decode, *given) if on_gpu(memory) else self._decode(*given)
+    def decode(self, memory: Any, xt: Float[Tensor, "b m x"]) -> tuple[Tensor, ...]:
+        if self.regression is None:
+            return self._run(self._decode, memory, xt)  # type: ignore[no-any-return]
+        return self._run(self._decode_experts, *memory, xt)  # type: ignore[no-any-return]
+
+    def _run(self, work: Callable[..., Any], *given: Tensor) -> Any:
+        """Work of many small launches, put together on a GPU."""
+        return self._graphs.run(self, work, *given) if on_gpu(given[0]) else work(*given)
 
     def _decode(self, memory: Tensor, xt: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = self.embed_target(xt.to(memory.dtype))
-        mean, std = self.head(decode_levels(tokens, memory.unbind(1), self.cross, self.feed))
+        tokens = self.embed_target(xt.to(self.dtype))
+        mean, std = self.head(through_levels(tokens, memory.unbind(1), self.cross, self.feed))
         return mean, std
+
+    def _decode_experts(self, latents: Tensor, *posterior_and_xt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.regression is not None
+        *parts, xt = posterior_and_xt
+        posterior = Posterior(*parts)
+        mean, std = self.regression(posterior, xt)
+        log_weight = posterior.evidence[:, None].expand(-1, xt.shape[1], -1)
+        known = torch.cat([mean.flatten(2), std.log().flatten(2), log_weight.exp()], -1)
+        tokens = self.embed_target(xt.to(self.dtype)) + self.recall(known.to(self.dtype))
+        tokens = through_levels(tokens, latents.unbind(1), self.cross, self.feed)
+        found = *self.head(tokens, mean, std), log_weight
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return found[0].to(wide), found[1].to(wide), found[2].to(wide)
 
 
 class _Projection(nn.Module):

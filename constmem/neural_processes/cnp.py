@@ -1,45 +1,51 @@
-"""Conditional neural processes: the data as means of what each point says, or attended to by targets."""
+"""The CNP family: what its models share, and the conditional ones, by means of points or by attention."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Required, TypedDict, Unpack
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from constmem.core.checks import positive
 from constmem.core.fold import Chunk, joined
 from constmem.core.memory import Needs
 from constmem.core.state import AttentionState
-from constmem.neural_processes.base import NeuralProcess
-from constmem.neural_processes.encoders import Attended, AttentiveEncoder, PointDecoder, PoolingPair
-from constmem.neural_processes.heads import AnyStd
+from constmem.neural_processes.base import M, NeuralProcess
+from constmem.neural_processes.encoders import Attended, AttentiveEncoder, PoolingPair
+from constmem.neural_processes.heads import AnyStd, PointDecoder
+from constmem.neural_processes.points import S
 from constmem.neural_processes.stored import StoredPoints, StoringProcess
 
 
-class CNP(NeuralProcess[AttentionState, Tensor]):
-    """A neural process whose state is two running means: constant memory, and the same for all targets.
+class EncodingSettings(TypedDict, total=False):
+    """The settings of an `EncodingProcess`."""
+
+    dim_x: Required[int]
+    dim_y: Required[int]
+    dim: int
+    pre_depth: int
+    post_depth: int
+    decoder_depth: int
+    std: AnyStd
+
+
+class EncodingProcess(NeuralProcess[S, M]):
+    """A model of the CNP family: an encoder of the points, and a decoder of each target.
 
     The default depths are the published ones for Gaussian processes; trained on context and targets.
 
     Args:
         dim_x, dim_y: channels of inputs and outputs.
         dim: width of everything inside.
-        pre_depth, post_depth: layers of the MLPs before and after the means.
+        pre_depth: layers before the means (and of the values that targets attend to), of which
+            self-attention, where there is any, stands for two.
+        post_depth: layers after the means (and of the queries and keys of targets that attend).
         decoder_depth: layers of the decoder.
         std: "coarse" (at least 0.1) as published, "bounded" (at least 0.05) or "exp".
-
-    Example:
-        >>> model = CNP(dim_x=1, dim_y=1, dim=16).eval()
-        >>> x, y = torch.rand(1, 50, 1), torch.rand(1, 50, 1)
-        >>> with torch.no_grad():
-        ...     some, all_of_them = model.condition(x[:, :30], y[:, :30]), model.condition(x, y)
-        ...     rest = all_of_them.remove(some)
-        ...     same = torch.allclose(rest.value, model.condition(x[:, 30:], y[:, 30:]).value, atol=1e-5)
-        >>> same, rest.count.item(), rest.nbytes == all_of_them.nbytes
-        (True, 20, True)
     """
 
-    name: ClassVar[str] = "cnp"
+    decoder: PointDecoder
 
     def __init__(
         self,
@@ -53,12 +59,64 @@ class CNP(NeuralProcess[AttentionState, Tensor]):
         std: AnyStd = "coarse",
     ) -> None:
         super().__init__(dim_x=dim_x, dim_y=dim_y)
-        self.encoder = PoolingPair(
-            dim_x=dim_x, dim_y=dim_y, dim=dim, outs=(dim, dim), pre_depth=pre_depth, post_depth=post_depth
-        )
-        self.decoder = PointDecoder(
-            dim_x=dim_x, dim_in=2 * dim, dim=dim, dim_y=dim_y, depth=decoder_depth, std=std
-        )
+        del dim, pre_depth, post_depth, decoder_depth, std  # the parts take them from `config`
+
+    def _widths(self) -> tuple[int, int]:
+        """How many numbers the second encoder gives, and how many the decoder takes in their place."""
+        return self.config["dim"], self.config["dim"]
+
+    def _pooling(self) -> tuple[PoolingPair, PointDecoder]:
+        """Two encoders of single points and a decoder, to be added in this order."""
+        out, _ = self._widths()
+        encoder = PoolingPair(**self._encoded(), outs=(self.config["dim"], out))
+        return encoder, self._decoder()
+
+    def _encoded(self) -> dict[str, Any]:
+        return self._set("dim_x", "dim_y", "dim", "pre_depth", "post_depth")
+
+    def _decoder(self) -> PointDecoder:
+        dim_in = self.config["dim"] + self._widths()[1]
+        return PointDecoder(**self._set("dim_x", "dim_y", "dim", "decoder_depth", "std"), dim_in=dim_in)
+
+    def _loss(self, context: Chunk, targets: Chunk, noise: Tensor) -> Tensor:
+        return super()._loss(context, joined(context, targets), noise)
+
+
+class SamplingSettings(EncodingSettings, total=False):
+    """The settings of a `SamplingProcess`."""
+
+    num_samples: int
+    num_train_samples: int
+    seed: int
+
+
+class SamplingProcess(EncodingProcess[S, M]):
+    """A model of the CNP family whose predictions are mixtures over samples, the same for all targets.
+
+    Args:
+        num_samples, num_train_samples: how many samples in predictions, and in the loss.
+        seed: which ones predictions are made of.
+        settings: those of `EncodingProcess`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_samples: int = 50,
+        num_train_samples: int = 4,
+        seed: int = 0,
+        **settings: Unpack[EncodingSettings],
+    ) -> None:
+        super().__init__(**settings)
+        positive("num_samples", num_samples)
+        positive("num_train_samples", num_train_samples)
+        self.num_samples, self.num_train_samples, self.seed = num_samples, num_train_samples, seed
+
+
+class PoolingProcess(EncodingProcess[AttentionState, M]):
+    """A model of the CNP family whose state is two running means: constant memory."""
+
+    encoder: PoolingPair
 
     def empty(self, batch: int = 1) -> AttentionState:
         return self.encoder.empty(batch, self.device)
@@ -75,6 +133,29 @@ class CNP(NeuralProcess[AttentionState, Tensor]):
     def layout(self) -> tuple[int, ...]:
         return self.encoder.layout
 
+
+class CNP(PoolingProcess[Tensor]):
+    """A neural process whose state is two running means: constant memory, and the same for all targets.
+
+    Its settings are those of `EncodingProcess`.
+
+    Example:
+        >>> model = CNP(dim_x=1, dim_y=1, dim=16).eval()
+        >>> x, y = torch.rand(1, 50, 1), torch.rand(1, 50, 1)
+        >>> with torch.no_grad():
+        ...     some, all_of_them = model.condition(x[:, :30], y[:, :30]), model.condition(x, y)
+        ...     rest = all_of_them.remove(some)
+        ...     same = torch.allclose(rest.value, model.condition(x[:, 30:], y[:, 30:]).value, atol=1e-5)
+        >>> same, rest.count.item(), rest.nbytes == all_of_them.nbytes
+        (True, 20, True)
+    """
+
+    name: ClassVar[str] = "cnp"
+
+    def __init__(self, **settings: Unpack[EncodingSettings]) -> None:
+        super().__init__(**settings)
+        self.encoder, self.decoder = self._pooling()
+
     def read(self, state: AttentionState) -> Float[Tensor, "b r"]:
         """What both encoders make of their means."""
         return torch.cat([self.encoder.read(state, which) for which in (0, 1)], -1)
@@ -85,23 +166,33 @@ class CNP(NeuralProcess[AttentionState, Tensor]):
         mean, std = self.decoder(xt.to(self.dtype), memory[:, None])
         return mean, std
 
-    def _loss(self, context: Chunk, targets: Chunk, noise: Tensor) -> Tensor:
-        return super()._loss(context, joined(context, targets), noise)
 
-
-class CANP(StoringProcess[Attended]):
-    """A conditional neural process whose targets attend to the data, which attend to each other.
-
-    The default depths are the published ones for Gaussian processes; trained on context and targets.
+class AttendingProcess(EncodingProcess[StoredPoints, M], StoringProcess[M]):
+    """A model of the CNP family whose targets attend to the data, which attend to each other.
 
     Args:
-        dim_x, dim_y: channels of inputs and outputs.
-        dim: width of everything inside.
-        pre_depth: layers before the mean and of the values (self-attention stands for two of them).
-        post_depth: layers after the mean, and of queries and keys.
-        decoder_depth: layers of the decoder.
-        std: "coarse" (at least 0.1) as published, "bounded" (at least 0.05) or "exp".
+        num_heads: of all attention.
         value_relu: False as published; True for weights of earlier versions, which had one ReLU too many.
+        rest: the settings of the other class that a model is of.
+    """
+
+    older: ClassVar[Mapping[str, Any]] = {"value_relu": True}
+
+    def __init__(self, *, num_heads: int = 8, value_relu: bool = False, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.encoder = AttentiveEncoder(
+            **self._encoded(), out=self._widths()[0], num_heads=num_heads, value_relu=value_relu
+        )
+        self.decoder = self._decoder()
+
+    def needs(self, *, learning: bool) -> Needs:
+        return self.encoder.needs(self.config, learning=learning)
+
+
+class CANP(AttendingProcess[Attended]):
+    """A conditional neural process whose targets attend to the data, which attend to each other.
+
+    Its settings are those of `AttendingProcess` and `EncodingProcess`.
 
     Example:
         >>> model = CANP(dim_x=1, dim_y=1, dim=16).eval()
@@ -113,38 +204,6 @@ class CANP(StoringProcess[Attended]):
     """
 
     name: ClassVar[str] = "canp"
-    older: ClassVar[Mapping[str, Any]] = {"value_relu": True}
-
-    def __init__(
-        self,
-        *,
-        dim_x: int,
-        dim_y: int,
-        dim: int = 128,
-        num_heads: int = 8,
-        pre_depth: int = 4,
-        post_depth: int = 2,
-        decoder_depth: int = 3,
-        std: AnyStd = "coarse",
-        value_relu: bool = False,
-    ) -> None:
-        super().__init__(dim_x=dim_x, dim_y=dim_y)
-        self.encoder = AttentiveEncoder(
-            dim_x=dim_x,
-            dim_y=dim_y,
-            dim=dim,
-            out=dim,
-            pre_depth=pre_depth,
-            post_depth=post_depth,
-            num_heads=num_heads,
-            value_relu=value_relu,
-        )
-        self.decoder = PointDecoder(
-            dim_x=dim_x, dim_in=2 * dim, dim=dim, dim_y=dim_y, depth=decoder_depth, std=std
-        )
-
-    def needs(self, *, learning: bool) -> Needs:
-        return self.encoder.needs(self.config, learning=learning)
 
     def read(self, state: StoredPoints) -> Attended:
         """The data's mean, and their keys and values: two vectors a point."""
@@ -156,6 +215,3 @@ class CANP(StoringProcess[Attended]):
         xt = xt.to(self.dtype)
         mean, std = self.decoder(xt, *self.encoder(memory, xt))
         return mean, std
-
-    def _loss(self, context: Chunk, targets: Chunk, noise: Tensor) -> Tensor:
-        return super()._loss(context, joined(context, targets), noise)

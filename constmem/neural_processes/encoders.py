@@ -1,9 +1,8 @@
-"""What the CNP family is made of: pooling, 8-head post-norm attention, and a decoder for points.
+"""How the CNP family encodes points: pooling, and 8-head post-norm attention.
 
 All modules take any number of axes `*b` before the points: tasks, and samples of tasks.
 """
 
-from collections.abc import Sequence
 from math import log, sqrt
 from typing import Any, NamedTuple
 
@@ -13,10 +12,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from constmem.core.algebra import EMPTY, bias_of, settle
-from constmem.core.layers import MLP, RELU, attend, check_heads, keep_variance
+from constmem.core.layers import MLP, attend, check_heads, keep_variance
 from constmem.core.memory import Needs
+from constmem.core.model import listed
 from constmem.core.state import AttentionState
-from constmem.neural_processes.heads import AnyStd, std_of
 
 
 def pool(
@@ -86,7 +85,7 @@ class PoolingPair(nn.Module):
 
     def observing(self) -> list[Tensor]:
         """The weights that its states depend on."""
-        return [t for pre in self.pre for t in pre.tensors()]  # type: ignore[operator]
+        return listed(*self.pre)
 
     def read(self, state: AttentionState, which: int) -> Float[Tensor, "b o"]:
         """What one of the encoders makes of its mean."""
@@ -245,55 +244,6 @@ class AttentiveEncoder(nn.Module):
     ) -> tuple[Float[Tensor, "*b m d"], Float[Tensor, "*b 1 o"]]:
         """What each target reads from the points, and the vector for all of them."""
         return self.attend(memory.context, xt), memory.pooled[..., None, :]
-
-
-class PointDecoder(nn.Module):
-    """An MLP from a target's x and what was encoded to mean and standard deviation."""
-
-    def __init__(self, *, dim_x: int, dim_in: int, dim: int, dim_y: int, depth: int, std: AnyStd) -> None:
-        super().__init__()
-        if std not in ("bounded", "exp", "coarse"):
-            raise ValueError(f"std must be 'bounded', 'exp' or 'coarse', not {std!r}")
-        if depth < 2:
-            raise ValueError(f"decoder_depth must be at least 2, not {depth}")
-        self.std: AnyStd = std
-        self.first = keep_variance(nn.Linear(dim_x + dim_in, dim), gain=RELU)
-        share = torch.tensor([dim_x] * dim_x + [dim_in] * dim_in) / (dim_x + dim_in)
-        with torch.no_grad():  # x, a few channels among many, starts with half of the say
-            self.first.weight /= (2 * share).sqrt()
-        self.rest = MLP(dim_in=dim, dim_hidden=dim, dim_out=2 * dim_y, depth=depth - 1)
-
-    def forward(
-        self, xt: Float[Tensor, "*#b x"], *parts: Float[Tensor, "*#b _"]
-    ) -> tuple[Float[Tensor, "*b y"], Float[Tensor, "*b y"]]:
-        """Mean and standard deviation from what was encoded, in as many parts as there are."""
-        return self.predict(self.hidden(xt, *parts))
-
-    def hidden(self, xt: Float[Tensor, "*#b x"], *parts: Float[Tensor, "*#b _"]) -> Float[Tensor, "*b d"]:
-        """What the first layer gives."""
-        return linear_in_parts((xt, *parts), self.first.weight, self.first.bias)
-
-    def predict(self, hidden: Float[Tensor, "*b d"]) -> tuple[Float[Tensor, "*b y"], Float[Tensor, "*b y"]]:
-        """What follows on the first layer."""
-        mean, raw = self.rest(F.relu(hidden)).chunk(2, -1)
-        return mean, std_of(raw, self.std)
-
-
-def linear_in_parts(
-    parts: Sequence[Float[Tensor, "*#b _"]], weight: Float[Tensor, "o i"], bias: Tensor | None = None
-) -> Float[Tensor, "*b o"]:
-    """A linear map of parts side by side, which are broadcast against each other only behind it.
-
-    Each is one product of matrices, whatever its strides: the same to the last digit.
-    """
-    weights = weight.split([part.shape[-1] for part in parts], 1)
-    total: Tensor | None = None
-    for part, own in zip(parts, weights, strict=True):
-        flat = F.linear(part.flatten(0, -2), own, bias if total is None else None)
-        term = flat.view(*part.shape[:-1], weight.shape[0])
-        total = term if total is None else total + term
-    assert total is not None
-    return total
 
 
 def _dtype(module: nn.Module) -> torch.dtype:

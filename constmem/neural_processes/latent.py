@@ -8,23 +8,21 @@ and evaluated with samples of p(z | C). The two are one encoder, shown more or f
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Unpack
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.distributions import Distribution, Normal
+from torch.distributions import Normal
 
-from constmem.core.checks import positive
 from constmem.core.fold import Chunk, joined
 from constmem.core.memory import Needs
 from constmem.core.state import AttentionState
-from constmem.neural_processes.base import NeuralProcess
-from constmem.neural_processes.encoders import AttentiveEncoder, Keyed, PointDecoder, PoolingPair
-from constmem.neural_processes.heads import AnyStd, SampleMixture, logmeanexp, normal
+from constmem.neural_processes.cnp import AttendingProcess, PoolingProcess, SamplingProcess, SamplingSettings
+from constmem.neural_processes.encoders import Keyed
+from constmem.neural_processes.heads import logmeanexp, normal
 from constmem.neural_processes.points import S, slices
-from constmem.neural_processes.stored import StoredPoints, StoringProcess
+from constmem.neural_processes.stored import StoredPoints
 
 
 class Sampled(NamedTuple):
@@ -34,33 +32,33 @@ class Sampled(NamedTuple):
     context: Any
 
 
-class LatentProcess(NeuralProcess[S, Sampled]):
+class LatentSettings(SamplingSettings, total=False):
+    """The settings of a `LatentProcess`."""
+
+    dim_latent: int
+
+
+class LatentProcess(SamplingProcess[S, Sampled]):
     """A neural process with a latent: mixtures over `num_samples` of it, the same ones for all targets.
 
     The samples are drawn once, by `seed`: predictions are deterministic, and do not depend on chunks or
     on the rest of a batch.
+
+    Args:
+        dim_latent: width of the latent.
+        settings: those of `SamplingProcess`.
     """
 
-    decoder: PointDecoder
+    noise: Tensor
 
-    def __init__(
-        self,
-        *,
-        dim_x: int,
-        dim_y: int,
-        dim_latent: int,
-        num_samples: int,
-        num_train_samples: int,
-        seed: int,
-    ) -> None:
-        super().__init__(dim_x=dim_x, dim_y=dim_y)
-        positive("num_samples", num_samples)
-        positive("num_train_samples", num_train_samples)
-        self.num_train_samples = num_train_samples
-        generator = torch.Generator().manual_seed(seed)
-        self.noise: Tensor
-        noise = torch.randn(num_samples, dim_latent, generator=generator, device="cpu")
+    def __init__(self, *, dim_latent: int = 128, **settings: Unpack[SamplingSettings]) -> None:
+        super().__init__(**settings)
+        generator = torch.Generator().manual_seed(self.seed)
+        noise = torch.randn(self.num_samples, dim_latent, generator=generator, device="cpu")
         self.register_buffer("noise", noise, persistent=False)
+
+    def _widths(self) -> tuple[int, int]:
+        return 2 * self.config["dim_latent"], self.config["dim_latent"]
 
     @abstractmethod
     def _context(self, state: S) -> Any:
@@ -95,9 +93,6 @@ class LatentProcess(NeuralProcess[S, Sampled]):
         mean, std = self.decoder(xt[:, :, None], seen[:, :, None], memory.z[:, None])
         return mean, std
 
-    def distribution(self, mean: Tensor, std: Tensor) -> Distribution:
-        return SampleMixture(mean, std)
-
     def loss_noise(
         self, xc: Float[Tensor, "b n x"], *, generator: torch.Generator | None = None
     ) -> Float[Tensor, "b k z"]:
@@ -121,19 +116,10 @@ class LatentProcess(NeuralProcess[S, Sampled]):
         return -logmeanexp(weights).sum() / count
 
 
-class NP(LatentProcess[AttentionState]):
+class NP(PoolingProcess[Sampled], LatentProcess[AttentionState]):
     """A neural process with a latent, whose state is two running means: constant memory.
 
-    The default depths are the published ones for Gaussian processes; trained on context and targets.
-
-    Args:
-        dim_x, dim_y: channels of inputs and outputs.
-        dim, dim_latent: widths of everything inside, and of the latent.
-        pre_depth, post_depth: layers of the MLPs before and after the means.
-        decoder_depth: layers of the decoder.
-        std: "coarse" (at least 0.1) as published, "bounded" (at least 0.05) or "exp".
-        num_samples, num_train_samples: samples of the latent in predictions, and in the loss.
-        seed: which samples predictions are made of.
+    Its settings are those of `LatentProcess`.
 
     Example:
         >>> model = NP(dim_x=1, dim_y=1, dim=16, dim_latent=8).eval()
@@ -146,51 +132,9 @@ class NP(LatentProcess[AttentionState]):
 
     name: ClassVar[str] = "np"
 
-    def __init__(
-        self,
-        *,
-        dim_x: int,
-        dim_y: int,
-        dim: int = 128,
-        dim_latent: int = 128,
-        pre_depth: int = 4,
-        post_depth: int = 2,
-        decoder_depth: int = 3,
-        std: AnyStd = "coarse",
-        num_samples: int = 50,
-        num_train_samples: int = 4,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            dim_x=dim_x,
-            dim_y=dim_y,
-            dim_latent=dim_latent,
-            num_samples=num_samples,
-            num_train_samples=num_train_samples,
-            seed=seed,
-        )
-        outs = dim, 2 * dim_latent
-        self.encoder = PoolingPair(
-            dim_x=dim_x, dim_y=dim_y, dim=dim, outs=outs, pre_depth=pre_depth, post_depth=post_depth
-        )
-        self.decoder = PointDecoder(
-            dim_x=dim_x, dim_in=dim + dim_latent, dim=dim, dim_y=dim_y, depth=decoder_depth, std=std
-        )
-
-    def empty(self, batch: int = 1) -> AttentionState:
-        return self.encoder.empty(batch, self.device)
-
-    def _observe(
-        self, x: Tensor, y: Tensor, mask: Tensor | None, log_weight: Tensor | None
-    ) -> AttentionState:
-        return self.encoder.observe(torch.cat([x, y], -1).to(self.dtype), mask, log_weight)
-
-    def observing_parameters(self) -> list[Tensor]:
-        return self.encoder.observing()
-
-    @property
-    def layout(self) -> tuple[int, ...]:
-        return self.encoder.layout
+    def __init__(self, **settings: Unpack[LatentSettings]) -> None:
+        super().__init__(**settings)
+        self.encoder, self.decoder = self._pooling()
 
     def _context(self, state: AttentionState) -> Float[Tensor, "b d"]:
         return self.encoder.read(state, 0)
@@ -202,21 +146,10 @@ class NP(LatentProcess[AttentionState]):
         return context[:, None]
 
 
-class ANP(LatentProcess[StoredPoints], StoringProcess[Sampled]):
+class ANP(AttendingProcess[Sampled], LatentProcess[StoredPoints]):
     """A latent neural process whose targets attend to the data, which attend to each other.
 
-    The default depths are the published ones for Gaussian processes; trained on context and targets.
-
-    Args:
-        dim_x, dim_y: channels of inputs and outputs.
-        dim, dim_latent: widths of everything inside, and of the latent.
-        pre_depth: layers before the mean and of the values (self-attention stands for two of them).
-        post_depth: layers after the mean, and of queries and keys.
-        decoder_depth: layers of the decoder.
-        std: "coarse" (at least 0.1) as published, "bounded" (at least 0.05) or "exp".
-        value_relu: False as published; True for weights of earlier versions, which had one ReLU too many.
-        num_samples, num_train_samples: samples of the latent in predictions, and in the loss.
-        seed: which samples predictions are made of.
+    Its settings are those of `AttendingProcess` and `LatentProcess`.
 
     Example:
         >>> model = ANP(dim_x=1, dim_y=1, dim=16, dim_latent=8).eval()
@@ -228,50 +161,10 @@ class ANP(LatentProcess[StoredPoints], StoringProcess[Sampled]):
     """
 
     name: ClassVar[str] = "anp"
-    older: ClassVar[Mapping[str, Any]] = {"value_relu": True}
-
-    def __init__(
-        self,
-        *,
-        dim_x: int,
-        dim_y: int,
-        dim: int = 128,
-        dim_latent: int = 128,
-        num_heads: int = 8,
-        pre_depth: int = 4,
-        post_depth: int = 2,
-        decoder_depth: int = 3,
-        std: AnyStd = "coarse",
-        value_relu: bool = False,
-        num_samples: int = 50,
-        num_train_samples: int = 4,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            dim_x=dim_x,
-            dim_y=dim_y,
-            dim_latent=dim_latent,
-            num_samples=num_samples,
-            num_train_samples=num_train_samples,
-            seed=seed,
-        )
-        self.encoder = AttentiveEncoder(
-            dim_x=dim_x,
-            dim_y=dim_y,
-            dim=dim,
-            out=2 * dim_latent,
-            pre_depth=pre_depth,
-            post_depth=post_depth,
-            num_heads=num_heads,
-            value_relu=value_relu,
-        )
-        self.decoder = PointDecoder(
-            dim_x=dim_x, dim_in=dim + dim_latent, dim=dim, dim_y=dim_y, depth=decoder_depth, std=std
-        )
 
     def needs(self, *, learning: bool) -> Needs:
         """A CANP's, and for each target and sample the decoder."""
-        point, target = self.encoder.needs(self.config, learning=learning)
+        point, target = super().needs(learning=learning)
         samples = self.num_train_samples if learning else self.noise.shape[0]
         decoded = samples * self.config["dim"] * (self.config["decoder_depth"] + 3 if learning else 4)
         return Needs(point + (decoded if learning else 0), target + decoded)

@@ -3,7 +3,7 @@
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Generic
+from typing import Any, Generic
 
 import torch
 from jaxtyping import Float
@@ -61,27 +61,24 @@ def mean_of_real(numbers: Float[Tensor, "b n"], mask: Tensor | None) -> Float[Te
     return torch.where(mask, numbers, 0.0).sum() / mask.sum().clamp_min(1)
 
 
-def filled(parts: Iterator[tuple[Tensor, Tensor]], m: int) -> tuple[Tensor, Tensor]:
+def filled(parts: Iterator[tuple[Tensor, ...]], m: int) -> tuple[Tensor, ...]:
     """The parts as one; without gradients they are written into place as they come, and held once."""
     if torch.is_grad_enabled():
-        means, stds = zip(*parts, strict=True)
-        return torch.cat(means, 1), torch.cat(stds, 1)
-    mean = std = torch.empty(0)
+        return tuple(torch.cat(each, 1) for each in zip(*parts, strict=True))
+    whole: tuple[Tensor, ...] = ()
     start = 0
-    for part_mean, part_std in parts:
-        if start == 0:
-            b, _, *rest = part_mean.shape
-            mean, std = part_mean.new_empty(b, m, *rest), part_std.new_empty(b, m, *rest)
-        stop = start + part_mean.shape[1]
-        mean[:, start:stop], std[:, start:stop] = part_mean, part_std
+    for part in parts:
+        whole = whole or tuple(t.new_empty(t.shape[0], m, *t.shape[2:]) for t in part)
+        stop = start + part[0].shape[1]
+        for place, t in zip(whole, part, strict=True):
+            place[:, start:stop] = t
         start = stop
-    return mean, std
+    return whole
 
 
 def near(bounds: Sequence[float], number: float) -> bool:
     """Whether a number is in a range, or beyond it by at most half of its width."""
-    low, high = bounds
-    more = (high - low) / 2
+    (low, high), more = bounds, (bounds[1] - bounds[0]) / 2
     return low - more <= number <= high + more
 
 
@@ -130,7 +127,7 @@ def streamed(parts: Iterable[S], initial: S | None) -> S:
 class PointModel(Model, Generic[S]):
     """A model of points with `dim_x` channels in and `dim_y` out, that remembers them in states of type S."""
 
-    state_type: ClassVar[type[Monoid]] = AttentionState
+    state_type: type[Monoid] = AttentionState
 
     def __init__(self, *, dim_x: int, dim_y: int) -> None:
         super().__init__()
@@ -216,10 +213,6 @@ class PointModel(Model, Generic[S]):
         scales = self._modules["scales"]
         return chunk if scales is None else cleared(*scales(chunk))
 
-    def _slices(self, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> Iterator[Chunk]:
-        """Points in chunks and in the model's own units."""
-        return map(self._scaled, slices(x, y, mask, chunk))
-
     def _check(
         self, x: Tensor, y: Tensor, mask: Tensor | None, *, values: bool = True, chunk: int = 4096
     ) -> None:
@@ -249,19 +242,16 @@ class PointModel(Model, Generic[S]):
         if len(bounds) != sum(t.shape[-1] for t in flat) or not all(map(len, flat)):
             return False
         least, most = zip(*(t.aminmax(dim=0) for t in flat), strict=True)
-        found = torch.cat([*least, *most]).tolist()
-        pairs = zip(bounds, found[: len(bounds)], found[len(bounds) :], strict=True)
-        return all(near(bound, low) and near(bound, high) for bound, low, high in pairs)
+        return all(map(near, bounds + bounds, torch.cat([*least, *most]).tolist()))
 
     def _compare_with_domain(self, name: str, points: Tensor, mask: Tensor | None = None) -> None:
         """Warn, once, of numbers beyond what the model was trained on by more than half of that range."""
         real = (points if mask is None else points[mask]).reshape(-1, points.shape[-1])
         if not len(real):
             return
-        extremes = zip(*(t.tolist() for t in real.aminmax(dim=0)), strict=True)
-        domain = self.domain.get(name, [])
-        for channel, ((low, high), (least, most)) in enumerate(zip(domain, extremes, strict=False)):
-            if not (near((low, high), least) and near((low, high), most)):
+        for channel, (low, high) in enumerate(self.domain.get(name, [])):
+            least, most = (v.item() for v in real[:, channel].aminmax())
+            if not all(near((low, high), v) for v in (least, most)):
                 self.domain = {}
                 warnings.warn(
                     f"channel {channel} of {name} goes from {least:.3g} to {most:.3g} in the model's units, "

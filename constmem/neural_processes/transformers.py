@@ -1,42 +1,122 @@
 """Neural processes that are transformers over all their data: LBANP, TNP-D and EQTNP."""
 
-from typing import ClassVar
+from collections.abc import Iterable
+from typing import ClassVar, Required, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from constmem.core import layers
 from constmem.core.checks import positive
-from constmem.core.layers import (
-    MLP,
-    CrossAttention,
-    FeedForward,
-    Residual,
-    SelfAttention,
-    attend,
-    check_heads,
-)
+from constmem.core.layers import MLP, CrossAttention, FeedForward, Residual, SelfAttention
 from constmem.core.memory import Needs
-from constmem.neural_processes.heads import Gaussian, Levels, Std, decode_levels
+from constmem.neural_processes.base import M, NeuralProcess
+from constmem.neural_processes.heads import Gaussian, Levels, Std, through_levels
+from constmem.neural_processes.points import S
 from constmem.neural_processes.stored import StoredPoints, StoringProcess
 
 
-class LBANP(StoringProcess[Tensor]):
-    """A neural process whose queries take constant memory, while every update goes through all data again.
+class TokenSettings(TypedDict, total=False):
+    """The settings of a `TokenProcess`."""
 
-    The latents of each layer look at the data anew, so there is no smaller state than the data. The
-    defaults are the published sizes.
+    dim_x: Required[int]
+    dim_y: Required[int]
+    dim: int
+    depth: int
+    num_heads: int
+    hidden: int
+    embed_depth: int
+    std: Std
+
+
+class TokenProcess(NeuralProcess[S, M]):
+    """A model that makes a token of every point, with attention among tokens; by default as published.
 
     Args:
         dim_x, dim_y: channels of inputs and outputs.
         dim: width of all tokens.
-        depth: number of layers, and of decoder layers.
-        num_latents: learned vectors that attend to the data.
+        depth: number of layers.
+        num_heads: of all attention.
         hidden: width inside feed-forward layers and the predictor.
-        embed_depth: layers of the two embedding MLPs.
-        residual: "normed" as in the published models, or "raw".
+        embed_depth: layers of the embedding MLPs.
         std: "bounded" (at least 0.05) or "exp".
+    """
+
+    def __init__(
+        self,
+        *,
+        dim_x: int,
+        dim_y: int,
+        dim: int = 64,
+        depth: int = 6,
+        num_heads: int = 4,
+        hidden: int = 128,
+        embed_depth: int = 4,
+        std: Std = "bounded",
+    ) -> None:
+        super().__init__(dim_x=dim_x, dim_y=dim_y)
+        del num_heads, hidden, std  # the layers take them from `config`
+        positive("depth", depth)
+        self.embed = MLP(dim_in=dim_x + dim_y, dim_hidden=dim, dim_out=dim, depth=embed_depth)
+
+
+class LevelSettings(TokenSettings, total=False):
+    """The settings of a `LevelProcess`."""
+
+    residual: Residual
+
+
+class LevelProcess(TokenProcess[S, M]):
+    """A model with `depth` levels of a context, which targets attend to one after another.
+
+    Args:
+        residual: "normed" as in the published models, or "raw".
+        settings: those of `TokenProcess`.
+    """
+
+    def __init__(self, *, residual: Residual = "normed", **settings: Unpack[TokenSettings]) -> None:
+        super().__init__(**settings)
+        del residual  # the layers take it from `config`
+        dim, depth = self.config["dim"], self.config["embed_depth"]
+        self.embed_target = MLP(dim_in=self.dim_x, dim_hidden=dim, dim_out=dim, depth=depth)
+
+    def _cross(self) -> CrossAttention:
+        return CrossAttention(**self._set("dim", "num_heads", "residual"))
+
+    def _feed(self) -> FeedForward:
+        return FeedForward(**self._set("dim", "hidden", "residual"))
+
+    def _among(self) -> SelfAttention:
+        return SelfAttention(**self._set("dim", "num_heads", "residual"))
+
+    def _add_decoder(self) -> None:
+        """What targets go through: the last of a model's weights."""
+        depth = self.config["depth"]
+        self.cross = nn.ModuleList(self._cross() for _ in range(depth))
+        self.feed = nn.ModuleList(self._feed() for _ in range(depth))
+        self.head: nn.Module = Gaussian(**self._set("dim", "hidden", "std"), dim_y=self.dim_y)
+
+    def _decode_levels(
+        self,
+        levels: Iterable[Float[Tensor, "b n d"]],
+        xt: Float[Tensor, "b m x"],
+        mask: Bool[Tensor, "b n"] | None = None,
+    ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
+        """Predictions at targets that attend to every level, and never see each other."""
+        tokens = self.embed_target(xt.to(self.dtype))
+        return self.head(through_levels(tokens, levels, self.cross, self.feed, mask))  # type: ignore[no-any-return]
+
+
+class LBANP(LevelProcess[StoredPoints, Tensor], StoringProcess[Tensor]):
+    """A neural process whose queries take constant memory, while every update goes through all data again.
+
+    The latents of each layer look at the data anew, so there is no smaller state than the data.
+
+    Args:
+        num_latents: learned vectors that attend to the data.
+        settings: those of `LevelProcess`.
 
     Example:
         >>> model = LBANP(dim_x=1, dim_y=1, dim=16, depth=2, num_latents=8).eval()
@@ -48,42 +128,18 @@ class LBANP(StoringProcess[Tensor]):
 
     name: ClassVar[str] = "lbanp"
 
-    def __init__(
-        self,
-        *,
-        dim_x: int,
-        dim_y: int,
-        dim: int = 64,
-        depth: int = 6,
-        num_latents: int = 128,
-        num_heads: int = 4,
-        hidden: int = 128,
-        embed_depth: int = 4,
-        residual: Residual = "normed",
-        std: Std = "bounded",
-    ) -> None:
-        super().__init__(dim_x=dim_x, dim_y=dim_y)
-        positive("depth", depth)
+    def __init__(self, *, num_latents: int = 128, **settings: Unpack[LevelSettings]) -> None:
+        super().__init__(**settings)
         positive("num_latents", num_latents)
-        self.embed = MLP(dim_in=dim_x + dim_y, dim_hidden=dim, dim_out=dim, depth=embed_depth)
-        self.embed_target = MLP(dim_in=dim_x, dim_hidden=dim, dim_out=dim, depth=embed_depth)
-        self.latents = nn.Parameter(torch.randn(num_latents, dim))
+        depth = self.config["depth"]
+        self.latents = nn.Parameter(torch.randn(num_latents, self.config["dim"]))
+        self.look = nn.ModuleList(self._cross() for _ in range(depth))
+        self.think = nn.ModuleList(self._thought() for _ in range(depth))
+        self._add_decoder()
 
-        def cross() -> nn.Module:
-            return CrossAttention(dim=dim, num_heads=num_heads, residual=residual)
-
-        def feed() -> nn.Module:
-            return FeedForward(dim=dim, hidden=hidden, residual=residual)
-
-        def among() -> nn.Module:
-            attention = SelfAttention(dim=dim, num_heads=num_heads, residual=residual)
-            return nn.Sequential(feed(), attention, feed())
-
-        self.look = nn.ModuleList(cross() for _ in range(depth))
-        self.think = nn.ModuleList(among() for _ in range(depth))
-        self.cross = nn.ModuleList(cross() for _ in range(depth))
-        self.feed = nn.ModuleList(feed() for _ in range(depth))
-        self.head = Gaussian(dim=dim, hidden=hidden, dim_y=dim_y, std=std)
+    def _thought(self) -> nn.Module:
+        attention = self._among()  # first, so that a seed gives the weights it always gave
+        return nn.Sequential(self._feed(), attention, self._feed())
 
     def needs(self, *, learning: bool) -> Needs:
         """A point's token, its norm, key and value; while learning, the last three in every layer."""
@@ -107,26 +163,16 @@ class LBANP(StoringProcess[Tensor]):
     def decode(
         self, memory: Float[Tensor, "b depth l d"], xt: Float[Tensor, "b m x"]
     ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
-        tokens = self.embed_target(xt.to(self.dtype))
-        mean, std = self.head(decode_levels(tokens, memory.unbind(1), self.cross, self.feed))
-        return mean, std
+        return self._decode_levels(memory.unbind(1), xt)
 
 
-class TNPD(StoringProcess[Levels]):
+class TNPD(TokenProcess[StoredPoints, Levels], StoringProcess[Levels]):
     """A post-norm transformer over [data (x, y); targets (x, 0)], in which all attend to the data only.
 
     As published, every query runs the transformer over the data again. But data tokens never attend to
     targets, so here `read` takes them through the layers once, and targets are decoded against them:
     exactly the same predictions. What this costs is memory: `depth` tokens a point, beside the
-    point itself, for as long as what `read` gave is kept.
-
-    Args:
-        dim_x, dim_y: channels of inputs and outputs.
-        dim: width of all tokens.
-        depth: number of layers.
-        hidden: width inside feed-forward layers and the predictor.
-        embed_depth: layers of the embedding MLP.
-        std: "bounded" (at least 0.05) or "exp".
+    point itself, for as long as what `read` gave is kept. Its settings are those of `TokenProcess`.
 
     Example:
         >>> model = TNPD(dim_x=1, dim_y=1, dim=16, depth=2).eval()
@@ -139,23 +185,11 @@ class TNPD(StoringProcess[Levels]):
 
     name: ClassVar[str] = "tnpd"
 
-    def __init__(
-        self,
-        *,
-        dim_x: int,
-        dim_y: int,
-        dim: int = 64,
-        depth: int = 6,
-        num_heads: int = 4,
-        hidden: int = 128,
-        embed_depth: int = 4,
-        std: Std = "bounded",
-    ) -> None:
-        super().__init__(dim_x=dim_x, dim_y=dim_y)
-        positive("depth", depth)
-        self.embed = MLP(dim_in=dim_x + dim_y, dim_hidden=dim, dim_out=dim, depth=embed_depth)
-        self.layers = nn.ModuleList(_Layer(dim, num_heads, hidden) for _ in range(depth))
-        self.head = Gaussian(dim=dim, hidden=hidden, dim_y=dim_y, std=std, norm=False)
+    def __init__(self, **settings: Unpack[TokenSettings]) -> None:
+        super().__init__(**settings)
+        dim, num_heads, hidden = (self.config[key] for key in ("dim", "num_heads", "hidden"))
+        self.layers = nn.ModuleList(_Layer(dim, num_heads, hidden) for _ in range(self.config["depth"]))
+        self.head: nn.Module = Gaussian(**self._set("dim", "hidden", "std"), dim_y=self.dim_y, norm=False)
 
     def needs(self, *, learning: bool) -> Needs:
         """`depth` levels and, in the last layer, a feed-forward; while learning, nine vectors a layer."""
@@ -191,7 +225,7 @@ class _Layer(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, hidden: int) -> None:
         super().__init__()
-        check_heads(dim, num_heads)
+        layers.check_heads(dim, num_heads)
         self.num_heads = num_heads
         self.query_key_value = nn.Linear(dim, 3 * dim)
         self.out = nn.Linear(dim, dim)
@@ -209,72 +243,37 @@ class _Layer(nn.Module):
         context: Float[Tensor, "b n d"],
         mask: Bool[Tensor, "b n"] | None,
     ) -> Float[Tensor, "b m d"]:
-        q, k, v = self._project(x, context)
-        x = self.norm(x + self.out(attend(q, k, v, mask).transpose(1, 2).flatten(2)))
-        out: Tensor = self.norm_feed(x + self.contract(F.relu(self.expand(x))))
-        return out
+        q, k, v = self.project(x, context)
+        x = self.norm(x + self.out(layers.attend(q, k, v, mask).transpose(1, 2).flatten(2)))
+        return self.norm_feed(x + self.contract(F.relu(self.expand(x))))  # type: ignore[no-any-return]
 
-    def _project(self, x: Tensor, context: Tensor) -> list[Float[Tensor, "b h n c"]]:
-        dim = x.shape[-1]
-        weight, bias = self.query_key_value.weight, self.query_key_value.bias
+    def project(self, x: Tensor, context: Tensor) -> list[Float[Tensor, "b h n c"]]:
+        dim, weight, bias = x.shape[-1], self.query_key_value.weight, self.query_key_value.bias
         q = F.linear(x, weight[:dim], bias[:dim])
         k, v = F.linear(context, weight[dim:], bias[dim:]).chunk(2, -1)
         return [t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v)]
 
 
-class EQTNP(StoringProcess[Levels]):
+class EQTNP(LevelProcess[StoredPoints, Levels], StoringProcess[Levels]):
     """The data attend to each other once, in quadratic time; targets then read all levels in linear time.
 
-    Args:
-        dim_x, dim_y: channels of inputs and outputs.
-        dim: width of all tokens.
-        depth: number of decoder layers; the data go through one less.
-        hidden: width inside feed-forward layers and the predictor.
-        embed_depth: layers of the two embedding MLPs.
-        residual: "normed" as in the published models, or "raw".
-        std: "bounded" (at least 0.05) or "exp".
+    Its settings are those of `LevelProcess`; the data go through one layer less than the targets.
 
     Example:
         >>> model = EQTNP(dim_x=1, dim_y=1, dim=16, depth=3).eval()
         >>> x, y = torch.rand(1, 9, 1), torch.rand(1, 9, 1)
-        >>> memory = model.read(model.condition(x, y))
-        >>> one, all_of_them = model.predict(memory, x[:, 4:5]).mean, model.predict(memory, x).mean
-        >>> torch.allclose(one, all_of_them[:, 4:5], atol=1e-6)  # targets do not see each other
+        >>> [level.shape for level in model.read(model.condition(x, y)).tokens] == 3 * [(1, 9, 16)]
         True
     """
 
     name: ClassVar[str] = "eqtnp"
 
-    def __init__(
-        self,
-        *,
-        dim_x: int,
-        dim_y: int,
-        dim: int = 64,
-        depth: int = 6,
-        num_heads: int = 4,
-        hidden: int = 128,
-        embed_depth: int = 4,
-        residual: Residual = "normed",
-        std: Std = "bounded",
-    ) -> None:
-        super().__init__(dim_x=dim_x, dim_y=dim_y)
-        positive("depth", depth)
-        self.embed = MLP(dim_in=dim_x + dim_y, dim_hidden=dim, dim_out=dim, depth=embed_depth)
-        self.embed_target = MLP(dim_in=dim_x, dim_hidden=dim, dim_out=dim, depth=embed_depth)
-
-        def feeds(count: int) -> nn.ModuleList:
-            return nn.ModuleList(FeedForward(dim=dim, hidden=hidden, residual=residual) for _ in range(count))
-
-        self.among = nn.ModuleList(
-            SelfAttention(dim=dim, num_heads=num_heads, residual=residual) for _ in range(depth - 1)
-        )
-        self.among_feed = feeds(depth - 1)
-        self.cross = nn.ModuleList(
-            CrossAttention(dim=dim, num_heads=num_heads, residual=residual) for _ in range(depth)
-        )
-        self.feed = feeds(depth)
-        self.head = Gaussian(dim=dim, hidden=hidden, dim_y=dim_y, std=std)
+    def __init__(self, **settings: Unpack[LevelSettings]) -> None:
+        super().__init__(**settings)
+        before_last = range(self.config["depth"] - 1)
+        self.among = nn.ModuleList(self._among() for _ in before_last)
+        self.among_feed = nn.ModuleList(self._feed() for _ in before_last)
+        self._add_decoder()
 
     def needs(self, *, learning: bool) -> Needs:
         """`depth` levels and, in the last, a feed-forward; while learning, all that every layer computes."""
@@ -295,6 +294,4 @@ class EQTNP(StoringProcess[Levels]):
     def decode(
         self, memory: Levels, xt: Float[Tensor, "b m x"]
     ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
-        tokens = self.embed_target(xt.to(self.dtype))
-        mean, std = self.head(decode_levels(tokens, memory.tokens, self.cross, self.feed, memory.mask))
-        return mean, std
+        return self._decode_levels(memory.tokens, xt, memory.mask)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from constmem.plots.figure import BLUE, DPI, GREY, RED, AnyPath, plain, pyplot, save_figure
+from constmem.plots import BLUE, DPI, GREY, RED, AnyPath, plain, pyplot, save_figure
 
 
 def learning_curve(entries: Sequence[Mapping[str, Any]], path: AnyPath, *, title: str) -> Path:
@@ -116,19 +116,51 @@ def predicted_against_true(
     return save_figure(figure, path)
 
 
-def memory_curve(
-    seen: Sequence[int], lines: Mapping[str, Sequence[float]], path: AnyPath, *, title: str
+@dataclass(frozen=True)
+class Panel:
+    """Some lines over a common axis of rows seen.
+
+    Attributes:
+        label: what is drawn.
+        lines: by name, the rows seen and the values there; a name has one colour in all panels.
+        level: where values should be, drawn as a dotted line.
+        low, high: limits of the axis; None: as the values are.
+        log: whether its axis is logarithmic.
+    """
+
+    label: str
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+    level: float | None = None
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+
+
+def panels_of_lines(
+    panels: Sequence[Panel], path: AnyPath, *, title: str, xlabel: str = "rows seen", log: bool = False
 ) -> Path:
-    """Bytes against points seen, both on logarithmic axes."""
+    """Panels side by side that share their names and their axis of rows (logarithmic if `log` is set)."""
     plt = pyplot()
-    figure, axis = plt.subplots(figsize=(6.4, 3.8), dpi=DPI)
-    for (label, values), color in zip(lines.items(), (BLUE, GREY, RED), strict=False):
-        axis.plot(seen, [v / 1e6 for v in values], marker="o", color=color, label=label)
-    axis.set(xscale="log", yscale="log", xlabel="points seen", ylabel="megabytes")
-    axis.set_title(title, loc="left", fontsize=10)
-    axis.grid(alpha=0.25, which="both")
-    axis.legend(frameon=False, fontsize=8)
-    figure.tight_layout()
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.1 * len(panels), 3.2), dpi=DPI, squeeze=False)
+    names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    colours = dict(zip(names, (BLUE, RED, GREY, "#2a9d8f", "#e09f3e"), strict=False))
+    for axis, panel in zip(axes[0], panels, strict=True):
+        for name, (seen, values) in panel.lines.items():
+            axis.plot(seen, values, marker="o", markersize=3, color=colours[name], label=name)
+        if panel.level is not None:
+            axis.axhline(panel.level, color="black", linewidth=0.8, linestyle=":")
+        axis.set(xscale="log" if log else "linear", yscale="log" if panel.log else "linear")
+        axis.set_xlabel(xlabel, fontsize=8)
+        axis.set_ylim(panel.low, panel.high)
+        axis.set_title(panel.label, fontsize=9)
+        axis.tick_params(labelsize=8)
+        plain(axis)
+    handles = {
+        label: line for axis in axes[0] for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles, loc="lower center", ncols=len(names), frameon=False, fontsize=9)
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
     return save_figure(figure, path)
 
 

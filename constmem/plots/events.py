@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from constmem.plots.figure import (
+from constmem.plots import (
     BLUE,
     DPI,
     GREY,

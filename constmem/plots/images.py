@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from constmem.plots.figure import DPI, AnyPath, bare, pyplot, save_figure
+from constmem.plots import DPI, AnyPath, bare, pyplot, save_figure
 
 UNKNOWN = "#cfe0f5"
 

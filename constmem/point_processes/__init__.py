@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from constmem import models as registry
+from constmem.core import registry
 from constmem.point_processes.base import PointProcess, Transition
 from constmem.point_processes.baselines import GRU, THP, Trivial
 from constmem.point_processes.cmhp import CMHP

@@ -1,7 +1,7 @@
 """What the constant memory is compared with: no memory, a recurrent network, a transformer."""
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -13,21 +13,14 @@ from constmem.core.layers import check_heads
 from constmem.point_processes.base import PointProcess, Transition
 from constmem.point_processes.chunks import Chunk, shifted
 from constmem.point_processes.heads import GapFeatures, MarkEmbedding, sinusoids
+from constmem.point_processes.model import EventSettings, HeadSettings
 from constmem.point_processes.states import EventMonoid, EventState, StoredEvents
 
 
 class Trivial(PointProcess[EventMonoid]):
     """A renewal process of independent marks, which every model should beat: no memory of anything.
 
-    One mixture for all gaps, one distribution for all marks.
-
-    Args:
-        num_marks: kinds of events.
-        components: log-normals of the mixture.
-        dim, hidden: of the vector that the heads see, the same for all events.
-        mark_given_gap: the mark depends on the gap.
-        dropout: of what is known, before the heads, while training.
-        unit: of the times it is trained on; `set_scales` sets it.
+    One mixture for all gaps, one distribution for all marks. Settings are those of `EventModel`.
     """
 
     name: ClassVar[str] = "trivial"
@@ -36,18 +29,12 @@ class Trivial(PointProcess[EventMonoid]):
     def __init__(
         self,
         *,
-        num_marks: int,
-        components: int = 16,
         dim: int = 16,
-        hidden: int = 64,
         mark_given_gap: bool = False,
         dropout: float = 0.0,
-        unit: str | None = None,
+        **rest: Unpack[HeadSettings],
     ) -> None:
-        super().__init__(
-            num_marks=num_marks, features=dim, hidden=hidden, components=components,
-            mark_given_gap=mark_given_gap, dropout=dropout, unit=unit,
-        )  # fmt: skip
+        super().__init__(dim=dim, mark_given_gap=mark_given_gap, dropout=dropout, **rest)
         self.known = nn.Parameter(torch.randn(dim))
 
     def _blank(self, batch: int) -> dict[str, Tensor]:  # noqa: ARG002
@@ -73,35 +60,15 @@ class GRU(Transition):
     """A gated recurrent unit reads log gap and mark of each event; its state is one vector.
 
     Intensity-free learning of point processes: constant memory too, but states of two parts do not merge.
-
-    Args:
-        num_marks: kinds of events.
-        dim: width of embeddings and of the state.
-        hidden: width inside the heads.
-        components: log-normals of the mixture.
-        mark_given_gap: the mark is predicted from the gap too.
-        dropout: of what is known, before the heads, while training.
-        unit: of the times it is trained on; `set_scales` sets it.
+    Settings are those of `EventModel`; `dim` is the width of the state, too.
     """
 
     name: ClassVar[str] = "gru"
 
-    def __init__(
-        self,
-        *,
-        num_marks: int,
-        dim: int = 64,
-        hidden: int = 64,
-        components: int = 16,
-        mark_given_gap: bool = False,
-        dropout: float = 0.1,
-        unit: str | None = None,
-    ) -> None:
-        super().__init__(
-            num_marks=num_marks, features=dim, hidden=hidden, components=components,
-            mark_given_gap=mark_given_gap, dropout=dropout, unit=unit,
-        )  # fmt: skip
-        self.marks = MarkEmbedding(num_marks=num_marks, dim=dim)
+    def __init__(self, **settings: Unpack[EventSettings]) -> None:
+        super().__init__(**settings)
+        dim = self.config["dim"]
+        self.marks = MarkEmbedding(num_marks=self.num_marks, dim=dim)
         self.gaps = GapFeatures(dim=dim)
         self.cell = nn.GRU(dim, dim, batch_first=True)
 
@@ -137,39 +104,23 @@ class THP(PointProcess[StoredEvents]):
     would cost O(N^2).
 
     The encoding of time is added again before every layer, norms come last (post-norm), and the next
-    gap is a mixture of log-normals.
+    gap is a mixture of log-normals. Dropout comes after attention and feed-forward layers, too, which are
+    `hidden` wide inside.
 
     Args:
-        num_marks: kinds of events.
-        dim, depth, num_heads, hidden: width, layers, heads, width inside feed-forward layers and heads.
-        components: log-normals of the mixture.
-        dropout: after attention and feed-forward layers and before the heads, while training.
-        mark_given_gap: the mark is predicted from the gap too.
-        unit: of the times it is trained on; `set_scales` sets it.
+        depth: number of layers.
+        num_heads: of each.
+        settings: those of `EventModel`.
     """
 
     name: ClassVar[str] = "thp"
     state_type = StoredEvents
 
-    def __init__(
-        self,
-        *,
-        num_marks: int,
-        dim: int = 64,
-        depth: int = 2,
-        num_heads: int = 4,
-        hidden: int = 64,
-        components: int = 16,
-        dropout: float = 0.1,
-        mark_given_gap: bool = False,
-        unit: str | None = None,
-    ) -> None:
-        super().__init__(
-            num_marks=num_marks, features=dim, hidden=hidden, components=components,
-            mark_given_gap=mark_given_gap, dropout=dropout, unit=unit,
-        )  # fmt: skip
+    def __init__(self, *, depth: int = 2, num_heads: int = 4, **settings: Unpack[EventSettings]) -> None:
+        super().__init__(**settings)
+        dim, hidden, dropout = (self.config[key] for key in ("dim", "hidden", "dropout"))
         positive("depth", depth)
-        self.marks = MarkEmbedding(num_marks=num_marks, dim=dim)
+        self.marks = MarkEmbedding(num_marks=self.num_marks, dim=dim)
         self.nothing = nn.Parameter(torch.randn(dim))
         self.layers = nn.ModuleList(_Layer(dim, num_heads, hidden, dropout) for _ in range(depth))
 

@@ -14,7 +14,7 @@ options mend that, each with exact updates in constant time:
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from constmem.core.state import AttentionState
 from constmem.point_processes.base import PointProcess
 from constmem.point_processes.chunks import Chunk, shifted, windows
 from constmem.point_processes.heads import GapFeatures, MarkEmbedding, sinusoids
+from constmem.point_processes.model import HeadSettings
 from constmem.point_processes.padding import NOTHING
 from constmem.point_processes.states import RECENT, ConstantState
 
@@ -36,22 +37,16 @@ class CMHP(PointProcess[ConstantState]):
     """A point process in constant memory: update, query, likelihood and (training's) gradients too.
 
     Args:
-        num_marks: kinds of events.
-        dim: width of all tokens.
         depth: number of blocks.
         num_slots: learned queries a block looks at the events with; they size the state.
         num_latents: vectors the blocks hand to each other; flattened they are what is known.
-        hidden: width inside feed-forward layers and heads.
-        components: log-normals of the mixture over the gap.
         embed_depth: layers of the MLP on an event's token; 0: the sum of its parts is the token.
         absolute_time: a token holds the time since the start, as the paper's do; by it sequences are
             memorised. Without, a model knows times only by how long ago they were.
         gap_tokens: a token holds the log gap before its event.
         last_events: how many of them are remembered one by one; 0, and all that follows off, is the paper's.
         recency, mass, relative_time: see the module.
-        mark_given_gap: the mark is predicted from the gap too.
-        dropout: of what is known, before the heads, while training.
-        unit: of the times it is trained on; `set_scales` sets it.
+        rest: `num_marks`, `dim`, `hidden` and what else all models have: see `EventModel`.
 
     Example:
         >>> from constmem.point_processes.events import Events
@@ -73,14 +68,11 @@ class CMHP(PointProcess[ConstantState]):
     def __init__(
         self,
         *,
-        num_marks: int,
         dim: int = 64,
         depth: int = 2,
         num_slots: int = 8,
         num_latents: int = 4,
         num_heads: int = 4,
-        hidden: int = 64,
-        components: int = 16,
         embed_depth: int = 2,
         absolute_time: bool = False,
         gap_tokens: bool = True,
@@ -91,12 +83,10 @@ class CMHP(PointProcess[ConstantState]):
         mark_given_gap: bool = True,
         residual: Residual = "normed",
         dropout: float = 0.1,
-        unit: str | None = None,
+        **rest: Unpack[HeadSettings],
     ) -> None:
-        super().__init__(
-            num_marks=num_marks, features=dim, hidden=hidden, components=components,
-            mark_given_gap=mark_given_gap, dropout=dropout, unit=unit,
-        )  # fmt: skip
+        super().__init__(dim=dim, mark_given_gap=mark_given_gap, dropout=dropout, **rest)
+        num_marks, hidden = self.num_marks, self.config["hidden"]
         positive("num_latents", num_latents)
         if not isinstance(last_events, int) or isinstance(last_events, bool) or last_events < 0:
             raise ValueError(f"last_events must be a whole number of at least 0, not {last_events!r}")

@@ -4,9 +4,9 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import exp
+from math import exp, isfinite
 from operator import sub
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Required, TypedDict
 
 import torch
 from jaxtyping import Float, Float64
@@ -32,7 +32,7 @@ class Prediction:
     Attributes:
         gap: the time until it, in the data's unit; a batch (b,) of streams or (b, t) of prefixes.
         last_time: when the event before it was (or the watch began): what the gap is added to.
-        features, mark_head, scale: what its mark is predicted from, by which head, on which scale of time.
+        features, mark_head, scale: what its mark is predicted from.
     """
 
     gap: LogNormalMixture
@@ -95,52 +95,63 @@ def sample(
         raise ValueError("say either how many events to draw, n=, or up to when, until=")
     if n is not None:
         checks.positive("n", n)
-    begin = state.last_time
-    end = None if until is None else torch.as_tensor(until, dtype=torch.float64, device=begin.device)
-    end = None if end is None else end.expand(begin.shape)
-    if end is not None and not bool(end.isfinite().all()):
-        k = int((~end.isfinite()).nonzero()[0])
-        raise ValueError(f"until={end[k].item()} for stream {k} is no time to stop at: give one, or n=")
-    if end is not None and bool((end < begin).any()):
-        k = int((end < begin).nonzero()[0])
-        raise ValueError(f"until={end[k].item()} is before the last event of stream {k}, {begin[k].item()}")
-    times: list[Tensor] = []
-    marks: list[Tensor] = []
-    alive: list[Tensor] = []
+    begin, end = state.last_time, None
+    if until is not None:
+        end = torch.as_tensor(until, dtype=torch.float64, device=begin.device).expand(begin.shape)
+        for k, (stop, last) in enumerate(zip(end.tolist(), begin.tolist(), strict=True)):
+            if not isfinite(stop):
+                raise ValueError(f"until={stop} for stream {k} is no time to stop at: give one, or n=")
+            if stop < last:
+                raise ValueError(f"until={stop} is before the last event of stream {k}, {last}")
+    drawn: list[tuple[Tensor, Tensor, Tensor]] = []
     running = torch.ones_like(begin, dtype=torch.bool)
-    while n is None or len(times) < n:
-        if len(times) == limit:
+    while n is None or len(drawn) < n:
+        if len(drawn) == limit:
             raise RuntimeError(f"{limit} events were drawn before until= was reached: allow more by limit=")
-        time, mark = _next(model, state, generator)
+        prediction = model.query(state)
+        gap = prediction.gap.sample(generator=generator).double()
+        chances, time = prediction.mark_logits(gap).exp(), state.last_time + gap
+        mark = torch.multinomial(chances, 1, generator=generator).squeeze(-1)
         running = running if end is None else running & (time <= end)
         if not bool(running.any()):
             break
         state = model.update(state, time, mark, mask=None if end is None else running)
-        times.append(state.last_time)
-        marks.append(torch.where(running, mark, -1))
-        alive.append(running)
-    shape = (len(begin), 0)
-    return Events(
-        torch.stack(times, 1) if times else begin.new_empty(shape),
-        torch.stack(marks, 1) if times else torch.empty(shape, dtype=torch.int64, device=begin.device),
-        torch.stack(alive, 1) if times else torch.empty(shape, dtype=torch.bool, device=begin.device),
-        begin,
-        end,
-        model.unit or "unit",
-        model.num_marks,
-    )
+        drawn.append((state.last_time, torch.where(running, mark, -1), running))
+    none = begin[:, None][:, :0]
+    parts = [torch.stack(p, 1) for p in zip(*drawn, strict=True)] or [none, none.long(), none.bool()]
+    times, marks, alive = parts
+    return Events(times, marks, alive, begin, end, model.unit or "unit", model.num_marks)
 
 
-def _next(model: "PointProcess[Any]", state: Any, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Time and mark of one more event of every stream."""
-    prediction = model.query(state)
-    gap = prediction.gap.sample(generator=generator).double()
-    chances = prediction.mark_logits(gap).exp()
-    return state.last_time + gap, torch.multinomial(chances, 1, generator=generator).squeeze(-1)
+class HeadSettings(TypedDict, total=False):
+    """Settings of every model of events with the same default everywhere."""
+
+    num_marks: Required[int]
+    hidden: int
+    components: int
+    unit: str | None
+
+
+class EventSettings(HeadSettings, total=False):
+    """All settings of an `EventModel`."""
+
+    dim: int
+    mark_given_gap: bool
+    dropout: float
 
 
 class EventModel(Model):
-    """A model of events of `num_marks` kinds: gaps and marks are predicted from vectors of features."""
+    """A model of events of `num_marks` kinds: gaps and marks are predicted from vectors of features.
+
+    Args:
+        num_marks: kinds of events.
+        dim: width of embeddings, and of the vector that the heads see.
+        hidden: width inside the heads.
+        components: log-normals of the mixture over the gap.
+        mark_given_gap: the mark is predicted from the gap too.
+        dropout: of what is known, before the heads, while training.
+        unit: of the times it is trained on; `set_scales` sets it.
+    """
 
     state_type: ClassVar[type[EventState]] = EventState
 
@@ -148,19 +159,19 @@ class EventModel(Model):
         self,
         *,
         num_marks: int,
-        features: int,
-        hidden: int,
-        components: int,
-        mark_given_gap: bool,
-        dropout: float,
-        unit: str | None,
+        dim: int = 64,
+        hidden: int = 64,
+        components: int = 16,
+        mark_given_gap: bool = False,
+        dropout: float = 0.1,
+        unit: str | None = None,
     ) -> None:
         super().__init__()
         checks.positive("num_marks", num_marks)
         self.num_marks, self.unit = num_marks, unit
         self.dropout = torch.nn.Dropout(dropout)
-        self.gap_head = GapHead(dim=features, hidden=hidden, components=components)
-        self.mark_head = MarkHead(dim=features, hidden=hidden, num_marks=num_marks, given_gap=mark_given_gap)
+        self.gap_head = GapHead(dim=dim, hidden=hidden, components=components)
+        self.mark_head = MarkHead(dim=dim, hidden=hidden, num_marks=num_marks, given_gap=mark_given_gap)
         self.log_gap_mean: Tensor
         self.log_gap_std: Tensor
         self.tick: Tensor

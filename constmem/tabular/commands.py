@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from constmem.tabular.answers import mixed_log_density
 from constmem.tabular.estimators import StreamingClassifier, StreamingRegressor
 from constmem.tabular.files import Chunk, TableFile, table_file
 from constmem.tabular.frames import Kind, missing
-from constmem.tabular.inputs import frame_of
 from constmem.tabular.saving import load
-from constmem.tabular.writing import writing
+from constmem.tabular.writing import free, writing
 
 Estimator = StreamingRegressor | StreamingClassifier
 Report = Callable[[int, int], None]  # how much is done, of how much
@@ -128,12 +126,6 @@ def load_model(path: Path) -> Estimator:
 
 
 _CLASSES: dict[str, Any] = {c.__name__: c for c in (StreamingRegressor, StreamingClassifier)}
-
-
-def free(path: Path, *, replace: bool) -> None:
-    """Refuse to write over a file."""
-    if path.exists() and not replace:
-        raise FileExistsError(f"{path} exists already: take another --out, or give --replace")
 
 
 def _task(estimator: Estimator) -> str:
@@ -258,7 +250,7 @@ def _sums(estimator: Estimator, x: dict[str, NDArray[Any]], y: NDArray[Any]) -> 
             "log_loss": float(-np.log(np.maximum(given, 1e-6)).sum()),
         }
     mean = estimator.predict(x)
-    density = mixed_log_density(*estimator.learner_.answers(frame_of(x)), y.reshape(len(y), -1))
+    density = estimator.log_density(x, y)
     ends = estimator.predict_interval(x, COVERAGE)
     inside = (y >= ends[..., 0]) & (y <= ends[..., 1])
     count = y.size / len(y)

@@ -12,7 +12,13 @@ from sklearn.exceptions import DataConversionWarning
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted
 
-from constmem.tabular.answers import mixed_deviation, mixed_mean, mixed_probabilities, mixed_quantiles
+from constmem.tabular.answers import (
+    mixed_deviation,
+    mixed_log_density,
+    mixed_mean,
+    mixed_probabilities,
+    mixed_quantiles,
+)  # fmt: skip
 from constmem.tabular.base import StreamingEstimator
 from constmem.tabular.inputs import frame_of
 from constmem.tabular.learner import Learner
@@ -97,6 +103,12 @@ class StreamingRegressor(RegressorMixin, StreamingEstimator):  # type: ignore[mi
         if not 0 < coverage < 1:
             raise ValueError(f"coverage={coverage!r}: a number between 0 and 1 is needed, such as 0.9")
         return self.predict_quantiles(X, ((1 - coverage) / 2, (1 + coverage) / 2))
+
+    def log_density(self, X: Any, y: Any) -> NDArray[np.float64]:
+        """Log density of each row's targets, (n,), under the distribution that is predicted for it."""
+        answers, weights = self._answers(X)
+        _, targets, _ = self._given(X, y)
+        return mixed_log_density(answers, weights, targets)
 
     def remove(self, X: Any, y: Any) -> "StreamingRegressor":
         """Undo having learned these rows, exactly; refuses rows that cannot have been learned."""

@@ -12,13 +12,14 @@ from constmem.core.moments import Moments
 
 KERNEL = "kernel"  # the group whose inner products are those of a kernel with k(x, x) = 1, or less
 PRIOR = 0.5, 1e-5  # of the noise: shape of an inverse gamma, and noise in units of y's mean square
-SMALLEST = 1e-9  # mean square of targets that is told from zero
+SMALLEST = 1e-9  # mean square of targets that is more than zero
+FAINT = 1e-3  # mean square of a group's features, at least: of none a ratio to the noise says nothing
 LARGEST = 23.0  # logarithm of the largest relative precision, and of the inverse of the smallest
 ROUNDING = 1e-15  # of the Gram matrix's trace: added to every precision, since sums are rounded
-TAILS = 8.0  # degrees of freedom of an answer, at most
 STEPS = 24  # of Newton's method, at most
 REACH = 4.0, 8.0  # how far a precision's logarithm moves in the first step, and in any, at most
-START = {KERNEL: 0.02}  # relative precisions to begin with, if not 1
+EXPECTED = log(0.3), 1.0, 4.0  # of a group's noise to signal ratio, a prior: Student's t of its logarithm
+START = 0.01  # noise to signal ratio that a search begins with
 CLOSE = 1e-2  # nats a target: a step that promises less is not made
 
 
@@ -32,7 +33,8 @@ class Posterior:
         noise: (k,) variance of the noise.
         freedom: degrees of freedom of the predictive distribution.
         precisions: by group, relative to the noise's; they warm-start the next search.
-        log_evidence: log marginal likelihood, summed over targets, but for a constant.
+        log_evidence: log marginal likelihood, summed over targets, plus the log prior of the precisions; but
+            for a constant.
         kernel: which features are a kernel's, if any.
         missed: variance, in units of the noise, of what these features cannot represent at all.
         usual: how much of k(x, x) they do not represent at the rows seen, on average.
@@ -82,13 +84,15 @@ def posterior(
 
     Each group of features has one precision relative to the noise's, shared by all targets; the noise has
     an inverse gamma prior and is integrated out. Newton's method in the logarithms of the precisions: one
-    factorisation gives the evidence, its gradient and its Hessian.
+    factorisation gives the evidence, its gradient and its Hessian. Few rows can be explained by almost any
+    precisions, so those have a prior, too, and each one that was fitted costs a degree of freedom.
 
     Args:
         groups: slices of features by name, which together are all of them.
         start: precisions to begin with, such as those of an earlier posterior.
     """
-    first = torch.tensor([log((start or START).get(name, 1.0)) for name in groups], dtype=torch.float64)
+    strengths = _strengths(moments, groups)
+    first = (START * strengths if start is None else strengths.new_tensor([start[n] for n in groups])).log()
     best = _Fit(moments, groups, first)
     if best.log_evidence == -inf:
         best = _Fit(moments, groups, torch.zeros_like(first))
@@ -103,9 +107,9 @@ def posterior(
         else:
             reach /= 4
     precisions = dict(zip(groups, best.log.exp().tolist(), strict=True))
-    return _made(
-        moments, groups, best.weights, best.factor, best.noise, best.freedom, precisions, best.log_evidence
-    )
+    freedom = best.freedom - min(len(groups), float(moments.count) / 2)
+    noise = best.noise * (best.freedom / freedom)
+    return _made(moments, groups, best.weights, best.factor, noise, freedom, precisions, best.log_evidence)
 
 
 def at(
@@ -120,25 +124,6 @@ def at(
     factor = torch.linalg.cholesky(_regularised(moments, groups, values))
     weights = torch.cholesky_solve(moments.cross, factor)
     return _made(moments, groups, weights, factor, noise, freedom, dict(precisions), float("nan"))
-
-
-def heavier(variance: Tensor, freedom: float) -> tuple[Tensor, float]:
-    """Variance and freedom of a Student's t with tails as tables have them, and the same 90 % intervals.
-
-    Moments of second order say nothing about tails. The residuals of most tables have heavier ones than a
-    Gaussian: at most `TAILS` degrees of freedom predict them better, and lose little where they do not.
-    """
-    if freedom <= TAILS:
-        return variance, freedom
-    return variance * (_upper(freedom) / _upper(TAILS)) ** 2, TAILS
-
-
-def _upper(freedom: float) -> float:
-    """The 95 % quantile of Student's t, by the expansion of Cornish and Fisher."""
-    z = 1.6448536269514722
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
 def _made(
@@ -160,6 +145,12 @@ def _made(
     return Posterior(weights, factor, noise, freedom, precisions, log_evidence, kernel, missed, usual)
 
 
+def _strengths(moments: Moments, groups: Mapping[str, slice]) -> Tensor:
+    """Sum of a row's squared features in each group, on average: a signal's variance by its precision."""
+    squares = moments.gram.diagonal() / moments.count.clamp(min=1.0)
+    return torch.stack([squares[group].sum() for group in groups.values()]).clamp(min=FAINT)
+
+
 def _regularised(moments: Moments, groups: Mapping[str, slice], precision: Tensor) -> Tensor:
     """The Gram matrix plus each group's precision."""
     added = moments.gram.new_empty(moments.width)
@@ -169,7 +160,7 @@ def _regularised(moments: Moments, groups: Mapping[str, slice], precision: Tenso
 
 
 class _Fit:
-    """The evidence at given precisions, its gradient and its Hessian in their logarithms."""
+    """The evidence at given precisions, prior included, its gradient and its Hessian in their logarithms."""
 
     def __init__(self, moments: Moments, groups: Mapping[str, slice], log: Tensor) -> None:
         self.log, targets = log, moments.targets
@@ -186,7 +177,11 @@ class _Fit:
         self.noise, self.freedom = scale / shape, 2 * shape
         sizes = torch.tensor([s.stop - s.start for s in slices], dtype=torch.float64)
         volume = self.factor.diagonal().log().sum() - (sizes * log).sum() / 2
-        self.log_evidence = float(-(shape * scale.log()).sum() - targets * volume)
+        usual, width, tails = EXPECTED
+        off = (log - _strengths(moments, groups).log() - usual) / width
+        near = tails + off.square()
+        prior = -(tails + 1) / 2 * near.log().sum()
+        self.log_evidence = float(prior - (shape * scale.log()).sum() - targets * volume)
 
         inverse = torch.cholesky_inverse(self.factor)
         scaled = self.weights * (shape / scale).sqrt()
@@ -199,12 +194,13 @@ class _Fit:
                 bend[i, j] = bend[j, i] = ((block @ scaled[h]) * scaled[g]).sum()
         trace = precision * torch.stack([inverse.diagonal()[g].sum() for g in slices])
         fit = precision[:, None] * torch.stack([scaled[g].square().sum(0) for g in slices])
-        self.gradient = (targets * (sizes - trace) - fit.sum(1)) / 2
+        self.gradient = (targets * (sizes - trace) - fit.sum(1)) / 2 - (tails + 1) * off / (near * width)
         outer = precision[:, None] * precision
         self.hessian = (
             -(targets * trace + fit.sum(1)).diag() / 2
             + outer * (targets * square / 2 + bend)
             + fit @ fit.mT / (4 * shape)
+            - ((tails + 1) * (2 * tails - near) / (near * width).square()).diag()
         )
 
     def step(self, reach: float) -> Tensor:

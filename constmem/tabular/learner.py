@@ -96,7 +96,7 @@ class Learner:
     def start(self, columns: Columns, features: Features, center: Any, scale: Any) -> None:
         """Begin with what was frozen elsewhere, and no rows."""
         self.columns, self.center, self.scale = columns, center, scale
-        likelihood = Answer.log_probability if self.discrete else Answer.log_density
+        likelihood = Answer.log_probability if self.discrete else _log_density
         self.memory = Memory(features, columns.width, len(center), self.forgetting, likelihood)
         self._rows, self._y, self._early = None, np.zeros((0, len(center))), None
 
@@ -169,7 +169,8 @@ class Learner:
         made = []
         for pieces in zip(*parts, strict=True):
             mean, variance = (torch.cat([getattr(p, of) for p in pieces]) for of in ("mean", "variance"))
-            made.append(Answer(mean * scale + center, variance * scale**2, pieces[0].freedom))
+            answer = Answer(mean * scale + center, variance * scale**2, pieces[0].freedom)
+            made.append(answer if self.discrete else answer.heavier())
         return made, self.memory.weights
 
     def means(self, frame: Frame) -> Float[np.ndarray, "n k"]:
@@ -287,3 +288,8 @@ class Learner:
             about += [self.center.tolist(), self.scale.tolist()]
         made.update(json.dumps(about).encode())
         return made.hexdigest()
+
+
+def _log_density(answer: Answer, y: Tensor) -> Tensor:
+    """Log density of numbers, whose tails are heavy."""
+    return answer.heavier().log_density(y)

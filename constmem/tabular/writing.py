@@ -18,6 +18,12 @@ class Writer(Protocol):
     def __call__(self, chunk: Chunk, more: Mapping[str, NDArray[Any]]) -> None: ...
 
 
+def free(path: Path, *, replace: bool) -> None:
+    """Refuse to write over a file."""
+    if path.exists() and not replace:
+        raise FileExistsError(f"{path} exists already: take another --out, or give --replace")
+
+
 @contextmanager
 def writing(path: Path, names: Iterable[str]) -> Iterator[Writer]:
     """Write a CSV or Parquet file under a temporary name, which is its own only when all went well."""

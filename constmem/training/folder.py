@@ -35,14 +35,6 @@ class StoppedError(RuntimeError):
     """A run came to an early end; the message says why, and how to go on."""
 
 
-class InterruptedRunError(StoppedError):
-    """A run was stopped by a signal, with a checkpoint of its last step."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__(f"stopped by a signal after step {step}; go on by the same command with --resume")
-        self.step = step
-
-
 def read_run(folder: Path) -> dict[str, Any]:
     """What a run's folder says of how it was made: its run.json."""
     path, again = folder / RUN, "train again, in another folder"

@@ -14,17 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from constmem import models, neural_processes, point_processes
-from constmem.core import checks
+from constmem import neural_processes, point_processes
+from constmem.core import checks, registry
 from constmem.core.checks import known
 from constmem.core.memory import Peak
 from constmem.core.model import Model
+from constmem.core.progress import progress
 from constmem.data import EventLog, Table
 from constmem.neural_processes import Scales
 from constmem.neural_processes.points import PointModel
 from constmem.training import capture
-from constmem.training.folder import CHECKPOINT, InterruptedRunError, Keeper, claimed, describe
-from constmem.training.log import Log, Losses, progress
+from constmem.training.folder import CHECKPOINT, Keeper, StoppedError, claimed, describe
+from constmem.training.log import Log, Losses
 from constmem.training.muon import Muon
 from constmem.training.recipes import SAID_BY_DATA, EventRecipe, PointRecipe, Recipe
 from constmem.training.sources import Source, open_source
@@ -47,8 +48,8 @@ class Run:
 
 def build(run: Run) -> Any:
     """A freshly initialised model, the same for the same seed."""
-    models.settings_of(run.model)  # refuses an unknown variant
-    entry = models.entry_of(run.model)
+    registry.settings_of(run.model)  # refuses an unknown variant
+    entry = registry.entry_of(run.model)
     kind = (point_processes if entry.of_events else neural_processes).MODELS[entry.name]
     _require_settings(entry.name, kind, run.recipe.model)
     with torch.random.fork_rng(devices=[]):
@@ -138,7 +139,9 @@ def train(
                 saved = time.monotonic()
                 log.peak(done, peak())
             if interrupted:
-                raise InterruptedRunError(done)
+                raise StoppedError(
+                    f"stopped by a signal after step {done}; go on by the same command with --resume"
+                )
     return out
 
 

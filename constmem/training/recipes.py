@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from math import inf
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from constmem import models
+from constmem.core import registry
 from constmem.core.checks import known
+from constmem.core.registry import CNP_FAMILY, PAPER_CMHP, of_events, settings_of
 from constmem.data.catalogue import DATASETS
-from constmem.models import CNP_FAMILY, PAPER_CMHP, of_events, settings_of
 
 NAMES = ("improved", "faithful")
 SAID_BY_DATA = ("model.dim_x", "model.dim_y", "model.num_marks")
@@ -65,10 +65,9 @@ class PointRecipe(Recipe):
         sampling: "reference" (one context size a batch) or "static" (one for each task, by masks).
         max_points: context and target points of a task together, by the reference protocol.
         num_targets: targets of a task under static sampling.
-        skew: how strongly static sampling prefers small contexts (1: uniform; 2: as often as the
-            evaluation asks for targets there).
-        augment: what is done to training images: "mirror" (left and right) or "turn" (any of the eight
-            symmetries of the square), each to half of them.
+        skew: how static sampling prefers small contexts (1: uniform; 2: as often as in the evaluation).
+        augment: half of training images: "mirror" (left and right) or "turn" (any symmetry of the square).
+        matern: share of Gaussian-process tasks whose kernel is Matern 5/2; the protocol's are all RBF.
         jitter: of a table of one's own, noise on its inputs in training, in standard deviations.
     """
 
@@ -77,6 +76,7 @@ class PointRecipe(Recipe):
     num_targets: int = _of("images", "table", default=200)
     skew: float = _of("images", "table", default=1.0)
     augment: Literal["none", "mirror", "turn"] = _of("images", default="none")
+    matern: float = _of("gp", default=0.0)
     jitter: float = _of("table", default=0.0)
 
 
@@ -123,7 +123,7 @@ def recipe(dataset: str, model: str, name: str = "improved") -> PointRecipe | Ev
         raise ValueError(
             f"{dataset!r} is a data set of {'events' if data.of_events else 'points'}: "
             f"{model.partition('-')[0]!r} is no model of those, but "
-            f"{', '.join(models.EVENTS if data.of_events else models.POINTS)} are"
+            f"{', '.join(registry.EVENTS if data.of_events else registry.POINTS)} are"
         )
     return _events(dataset, model, name) if data.of_events else _points(dataset, model, name)
 
@@ -151,8 +151,7 @@ def _points(dataset: str, model: str, name: str) -> PointRecipe:
 def _architecture(dataset: str, model: str) -> dict[str, Any]:
     """What the paper sets apart for a data set: depths of the CNP family, the kind of deviation.
 
-    Runs of CANP, ANP and BANP say that they have no ReLU too many: those that do not say it had one, and are
-    neither resumed without it nor taken for seeds of those without.
+    Runs of CANP, ANP and BANP say that they have no ReLU too many: the others are not resumed without it.
     """
     if model in CNP_FAMILY:
         family = next(key for key in _DEPTHS if dataset.startswith(key))
@@ -192,7 +191,7 @@ def table_recipe(model: str, *, dim_x: int, dim_y: int, rows: int, grouped: bool
 def event_recipe(model: str, *, num_marks: int) -> EventRecipe:
     """Settings to start from with events of one's own."""
     if not of_events(model):
-        raise ValueError(f"{model!r} is no model of events, but {', '.join(models.EVENTS)} are")
+        raise ValueError(f"{model!r} is no model of events, but {', '.join(registry.EVENTS)} are")
     return replace(
         _event_model(model, num_marks, "improved"), steps=600 if _is_cmhp(model) else 1000, batch=32
     )
@@ -259,6 +258,8 @@ def _require_sound(recipe: Recipe) -> None:
     for key, value in numbers.items():
         if key in ("steps", "batch", "validate_every", "max_points", "num_targets"):
             good, wanted = value >= 1, "1 or more"
+        elif key == "matern":
+            good, wanted = 0 <= value <= 1, "from 0 to 1"
         elif key == "reads":
             good, wanted = 0 < value <= 1, "above 0 and at most 1"
         elif key in ("lr", "skew"):

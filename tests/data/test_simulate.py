@@ -1,21 +1,18 @@
 """Simulated processes against theory, quadrature and slow references."""
 
-from math import exp, lgamma, log, pi, sqrt
+from math import exp, log, sqrt
 
 import numpy as np
 import pytest
 import torch
 
-from constmem.data import Events, Hawkes, Poisson, Renewal, SelfCorrecting
+from constmem.data import Events, Hawkes, Poisson
 
 stats = pytest.importorskip("scipy.stats")
 
 PROCESSES = {
     "poisson": Poisson((0.4, 1.1)),
-    "lognormal": Renewal("lognormal", -0.5, 0.8),
-    "gamma": Renewal("gamma", 2.5, 3.0),
-    "bursty gamma": Renewal("gamma", 0.5, 1.0),
-    "self-correcting": SelfCorrecting(1.0, 0.8),
+    "poisson of one": Poisson((0.8,)),
     "hawkes": Hawkes.univariate(0.2, (0.8,), (1.0,)),
     "hawkes of two": Hawkes.univariate(0.2, (0.4, 0.4), (1.0, 20.0)),
     "multivariate": Hawkes(
@@ -54,8 +51,6 @@ def continued(process, gaps, mark, *, t_end=None):
 @every_process
 def test_densities_of_the_next_event_integrate_to_one_and_to_the_survival(process):
     u = torch.linspace(-34, 12, 30_001, dtype=torch.float64)  # log gaps: fine where densities are steep
-    if isinstance(process, SelfCorrecting):
-        u = u.clamp_max(2.5)
     gaps = u.exp()
     joint = torch.zeros_like(gaps)
     for mark in range(process.num_marks):
@@ -125,32 +120,6 @@ def test_hawkes_recursions_equal_sums_over_all_pairs(name):
         assert (lp.mark[k, n:] == 0).all()
 
 
-def test_renewal_densities_are_those_of_the_text_books():
-    events = Events.from_gaps([[0.2, 1.0, 7.0]], unit="s")
-    a, b = -0.5, 0.8
-    wanted = [-((log(g) - a) ** 2) / (2 * b * b) - log(g * b * sqrt(2 * pi)) for g in (0.2, 1.0, 7.0)]
-    np.testing.assert_allclose(Renewal("lognormal", a, b).log_prob(events).time[0], wanted)
-    a, b = 2.5, 3.0
-    wanted = [a * log(b) - lgamma(a) + (a - 1) * log(g) - b * g for g in (0.2, 1.0, 7.0)]
-    np.testing.assert_allclose(Renewal("gamma", a, b).log_prob(events).time[0], wanted)
-
-
-def test_compensators_stay_finite_and_smooth_far_in_the_tail():
-    gaps = torch.tensor([[100.0, 200.0, 240.0, 300.0, 1e4]], dtype=torch.float64)
-    events = Events.from_gaps(gaps, unit="s")
-    for a in (0.5, 2.5):
-        found = Renewal("gamma", a, 3.0).compensator(events)[0].numpy()
-        wanted = [-stats.gamma.logsf(g, a, scale=1 / 3) for g in (100.0, 200.0)]
-        wanted += [3 * g - (a - 1) * log(3 * g) + lgamma(a) - (a - 1) / (3 * g) for g in (240.0, 300.0, 1e4)]
-        np.testing.assert_allclose(found, wanted, rtol=1e-7)
-
-
-def test_a_gap_of_nothing_has_no_log_normal_density_rather_than_nan():
-    lp = Renewal("lognormal", 0.0, 1.0).log_prob(Events.from_arrival_times([[3.0, 4.0]], unit="s"))
-    assert lp.time[0, 0] == -torch.inf
-    assert torch.isfinite(lp.mean)
-
-
 @every_process
 def test_padding_changes_nothing(process):
     events = process.sample(5, t_end=6.0, generator=generator(2))
@@ -205,10 +174,16 @@ def test_no_other_process_scores_higher_on_its_samples_than_the_one_they_came_fr
         assert max(scores, key=scores.get) == name
 
 
+def mean_rates(hawkes):
+    """Events of each mark in a unit of time, in the long run: (1 - Σ_j branching_j)⁻¹ base."""
+    children = np.array(hawkes.branching).sum(0)
+    return np.linalg.solve(np.eye(len(children)) - children, np.array(hawkes.base))
+
+
 @pytest.mark.parametrize("name", ["poisson", "hawkes", "hawkes of two", "multivariate"])
 def test_events_come_as_often_as_theory_says(name):
     process = PROCESSES[name]
-    rates = torch.tensor(process.rates) if name == "poisson" else process.mean_rates
+    rates = torch.tensor(process.rates) if name == "poisson" else torch.tensor(mean_rates(process))
     events = process.sample(200, t_end=400.0, generator=generator())
     late = events.mask & (events.times > 100)  # when the empty beginning is forgotten
     for mark, rate in enumerate(rates.tolist()):
@@ -216,17 +191,6 @@ def test_events_come_as_often_as_theory_says(name):
         assert counts.mean().item() / 300 == pytest.approx(
             rate, abs=4 * counts.std().item() / 300 / sqrt(200)
         )
-
-
-def test_the_mean_rate_of_a_hawkes_process_is_its_base_over_one_less_the_branching():
-    assert PROCESSES["hawkes"].mean_rates.tolist() == pytest.approx([0.2 / (1 - 0.8)])
-
-
-def test_self_correction_keeps_the_pace_and_regular_counts():
-    events = SelfCorrecting(2.0, 0.5).sample(300, t_end=50.0, generator=generator())
-    counts = events.lengths.double()
-    assert counts.mean().item() == pytest.approx(50 * 2.0 / 0.5, rel=0.02)
-    assert counts.var() < 0.3 * counts.mean(), "a Poisson process has a variance as large as its mean"
 
 
 def test_poisson_counts_have_a_variance_as_large_as_their_mean():
@@ -279,8 +243,6 @@ def test_the_same_seed_gives_the_same_events(process):
     [
         (lambda: Poisson(()), "rates is empty"),
         (lambda: Poisson((0.0,)), "every rate must be .* above 0, not 0.0"),
-        (lambda: Renewal("gamma", -1.0, 1.0), "a must be .* above 0"),
-        (lambda: SelfCorrecting(0.0, 1.0), "growth must be"),
         (lambda: Hawkes.univariate(0.2, (0.6, 0.5), (1.0, 2.0)), "spectral radius of the branching is 1.100"),
         (lambda: Hawkes.univariate(0.2, (0.6,), (1.0, 2.0)), r"shape \(1, 1, 1\).* need \(2, 1, 1\)"),
         (lambda: Hawkes.univariate(0.2, (-0.6,), (1.0,)), "excite, not inhibit"),
@@ -293,11 +255,6 @@ def test_the_same_seed_gives_the_same_events(process):
 def test_what_makes_no_process_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_a_kind_of_renewal_that_is_not_known_is_refused(refuses):
-    with refuses(ValueError, "kind must be 'lognormal' or 'gamma'"):
-        Renewal("weibull", 1.0, 1.0)
 
 
 def test_events_that_do_not_fit_the_process_are_refused():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributions import LogNormal
 
-from constmem.data import EventLogProb, Events, Hawkes, Renewal
+from constmem.data import EventLogProb, Events, Hawkes
 from constmem.evaluation.events import (
     evaluate_events,
     ks_p_value,
@@ -16,8 +16,8 @@ from constmem.evaluation.events import (
     mark_confusion,
     rescaled_times,
 )
-from constmem.evaluation.horizon import evaluate_horizon
 from constmem.evaluation.rows import EventScores
+from tests.evaluation.renewal import Renewal
 
 stats = pytest.importorskip("scipy.stats")
 MARKS = (0.5, 0.3, 0.1, 0.05, 0.03, 0.02)
@@ -47,7 +47,7 @@ class LogNormalRenewal:
     """log gap ~ N(loc, scale²); marks by `MARKS`, or by their reverse after gaps above 1."""
 
     def __init__(self, loc=-0.5, scale=0.8, given_gap=False):
-        self.process, self.given_gap = Renewal("lognormal", loc, scale), given_gap
+        self.process, self.given_gap = Renewal(loc, scale), given_gap
         self.training, self.seen, self.longest = True, 0, 0
 
     def eval(self):
@@ -79,7 +79,7 @@ class LogNormalRenewal:
 def marked(count=30, length=40, seed=0, t_end=None):
     """Sequences of uneven lengths that the renewal process is true for."""
     generator = torch.Generator().manual_seed(seed)
-    process = Renewal("lognormal", -0.5, 0.8)
+    process = Renewal(-0.5, 0.8)
     lengths = torch.randint(2, length, (count,), generator=generator).tolist()
     plain = process.sample(count, num_events=length, generator=generator)
     marks = torch.multinomial(torch.tensor(MARKS), count * length, True, generator=generator)
@@ -200,7 +200,7 @@ def test_rescaled_times_are_those_of_the_true_process():
     events = marked(10)
     found = rescaled_times(LogNormalRenewal(), events).sort().values
     unmarked = Events(events.times, events.marks.clamp_max(0), events.mask, events.t_start, None, "hour", 1)
-    spent = Renewal("lognormal", -0.5, 0.8).compensator(unmarked)
+    spent = Renewal(-0.5, 0.8).compensator(unmarked)
     torch.testing.assert_close(found, spent[events.scored].sort().values)
 
 
@@ -257,73 +257,3 @@ def test_a_hawkes_process_is_rejected_by_the_renewal_model():
 
 
 # Long horizons
-
-
-class Streams:
-    """The state of streams of a renewal process: their last times."""
-
-    def __init__(self, last):
-        self.last = last
-
-    def repeat(self, times):
-        return Streams(self.last.repeat_interleave(times, 0))
-
-
-class Sampled(LogNormalRenewal):
-    """The renewal process as a sampler of futures."""
-
-    def condition(self, events):
-        assert not self.training
-        self.lengths = [*getattr(self, "lengths", []), *events.lengths.tolist()]
-        return Streams(events.times[:, -1])
-
-    def sample(self, state, *, n, generator):
-        future = self.process.sample(len(state.last), num_events=n, generator=generator)
-        marks = torch.multinomial(torch.tensor(MARKS), future.times.numel(), True, generator=generator)
-        times, shape = future.times + state.last[:, None], future.times.shape
-        return Events(times, marks.reshape(shape), future.mask, state.last, None, "hour", 6)
-
-
-def horizon(model, events, **options):
-    return evaluate_horizon(model, events, generator=torch.Generator().manual_seed(0), **options)
-
-
-def test_futures_of_the_true_process_cover_what_came_and_score_best():
-    events = marked(400, 40, seed=2)
-    true = Sampled()
-    scores = horizon(true, events, ahead=8, samples=64, streams=500)
-    kept = events.lengths[events.lengths >= 10]
-    assert sorted(true.lengths) == sorted((kept - 8).tolist()), "the last eight are hidden"
-    assert (scores.sequences, scores.left_out) == (len(kept), 400 - len(kept))
-    assert scores.elapsed_coverage == pytest.approx(0.9, abs=0.05)
-    chances = np.array(MARKS)
-    spread = 8 * (chances * (1 - chances)).sum() * (1 + 1 / 64)
-    assert scores.mark_distance == pytest.approx(sqrt(spread), rel=0.1)
-    for wrong in (Sampled(-0.2, 0.8), Sampled(-0.9, 0.8)):
-        worse = horizon(wrong, events, ahead=8, samples=64)
-        assert worse.elapsed_crps > scores.elapsed_crps
-        assert worse.elapsed_mae > scores.elapsed_mae
-        assert worse.elapsed_coverage < 0.85
-
-
-def test_the_crps_of_futures_is_the_integral_it_stands_for():
-    events = marked(12, 30, seed=4).select([0]).trim()
-    n = int(events.lengths)
-    scores = horizon(Sampled(), events, ahead=5, samples=4000, streams=10**6)
-    elapsed = (events.times[0, n - 1] - events.times[0, n - 6]).item()
-    draws = Renewal("lognormal", -0.5, 0.8).sample(
-        20_000, num_events=5, generator=torch.Generator().manual_seed(9)
-    )
-    ordered = draws.times[:, -1].sort().values.numpy()
-    grid = np.linspace(0, 40, 40_001)
-    below = np.searchsorted(ordered, grid) / len(ordered)
-    wanted = ((below - (grid >= elapsed)) ** 2).sum() * 0.001
-    assert scores.elapsed_crps == pytest.approx(wanted, abs=0.03)
-    assert scores.elapsed_mae == pytest.approx(abs(np.median(ordered) - elapsed), abs=0.1)
-
-
-def test_futures_that_cannot_be_scored_are_refused():
-    with pytest.raises(ValueError, match="no sequence has 10 events and two before"):
-        horizon(Sampled(), tiny())
-    with pytest.raises(ValueError, match="samples - 1 must be"):
-        horizon(Sampled(), tiny(), ahead=1, samples=1)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from constmem import plots
 from constmem.cli import plot
 from constmem.data import Events, Table, load_events, load_images, simulated
 from constmem.evaluation import pictures
@@ -123,8 +122,8 @@ def test_runs_on_the_same_data_share_one_picture_and_none_writes_over_another(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fits: list[dict[str, torch.Tensor]] = []
-    original = plots.fit_picture
-    monkeypatch.setattr(plots, "fit_picture", lambda *a, **k: fits.append(a[0]) or original(*a, **k))
+    original = pictures.fit_picture
+    monkeypatch.setattr(pictures, "fit_picture", lambda *a, **k: fits.append(a[0]) or original(*a, **k))
     pairs = [("digits", "cmanp"), ("digits", "cnp"), ("taxi", "gru"), ("taxi", "trivial")]
     folders = [run_folder(tmp_path / f"{d}-{m}", d, m, data=data) for d, m in pairs]
     plot(folders, out=tmp_path / "out", data_dir=data)
@@ -146,7 +145,7 @@ def test_a_model_that_is_there_twice_is_named_by_its_folder(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names: list[list[str]] = []
-    monkeypatch.setattr(plots, "fit_picture", lambda *a, **_: names.append(list(a[0])) or a[1])
+    monkeypatch.setattr(pictures, "fit_picture", lambda *a, **_: names.append(list(a[0])) or a[1])
     folders = [run_folder(tmp_path / name, "taxi", "trivial", data=data) for name in ("one", "two")]
     plot_runs(folders, data_dir=data)
     assert names == [["no history"], ["no history"], ["one", "two"]]
@@ -243,7 +242,7 @@ def test_simulated_events_are_drawn_with_the_true_hazard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known: list[Any] = []
-    monkeypatch.setattr(plots, "hazard_picture", lambda *a, **k: known.append((*a, k["true"])) or a[3])
+    monkeypatch.setattr(pictures, "hazard_picture", lambda *a, **k: known.append((*a, k["true"])) or a[3])
     plot_runs([run_folder(tmp_path / "run", "hawkes1", "trivial")])
     ((line, times, _, _, true),) = known
     events = Events.from_arrival_times([line.times], unit=line.unit, num_marks=1, t_start=[0.0])
@@ -264,7 +263,7 @@ def test_the_sequence_shown_is_the_one_of_typical_length(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[Any] = []
-    monkeypatch.setattr(plots, "sequence_picture", lambda *a, **_: shown.append(a[0]) or a[2])
+    monkeypatch.setattr(pictures, "sequence_picture", lambda *a, **_: shown.append(a[0]) or a[2])
     plot_runs([run_folder(tmp_path / "run", "taxi", "trivial", data=data)], data_dir=data)
     assert len(shown[0].times) == 12
 
@@ -273,7 +272,9 @@ def test_of_a_large_test_set_some_sequences_are_drawn_spread_over_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    monkeypatch.setattr(plots, "fit_picture", lambda *a, **_: sizes.append(len(a[0]["no history"])) or a[1])
+    monkeypatch.setattr(
+        pictures, "fit_picture", lambda *a, **_: sizes.append(len(a[0]["no history"])) or a[1]
+    )
     monkeypatch.setattr(pictures, "SCORED", 9_900)
     plot_runs([run_folder(tmp_path / "run", "hawkes1", "trivial")])  # 1,000 sequences of 100 events
     assert sizes == [9_900]

@@ -17,7 +17,7 @@ from constmem.training.recipes import changed, recipe
 from constmem.training.sources import open_source
 
 SHIPPED = json.loads((RESULTS / "shipped.json").read_text())
-ABOUT = Path(train.__file__).parents[1] / "pretrained" / "emnist" / "about.json"
+ABOUT = Path(train.__file__).parents[1] / "neural_processes" / "pretrained" / "emnist" / "about.json"
 TINY = ["batch=16", "warmup=3", "lr=0.01", "model.dim=8", "model.depth=1", "model.num_slots=4",
         "model.num_latents=4", "model.hidden=8", "model.num_heads=2"]  # fmt: skip
 

@@ -12,7 +12,17 @@ from constmem.core import checks
 from constmem.core.state import AttentionState
 from constmem.neural_processes import LBANP, MODELS, StoredPoints
 from tests.conftest import Refuses
-from tests.laws.models import CNP_FAMILY, MIXTURES, POOLED, STORED, assert_same, data, ragged, small
+from tests.laws.models import (
+    CNP_FAMILY,
+    MIXTURES,
+    POINT_MODELS,
+    POOLED,
+    STORED,
+    assert_same,
+    data,
+    ragged,
+    small,
+)
 
 COUNTS = {
     "cnp": (215_682, 298_626, 349_190),
@@ -33,7 +43,7 @@ SIZES = (  # of Gaussian processes, EMNIST, CelebA: channels, and depths of the 
 )
 
 
-@pytest.fixture(params=list(MODELS))
+@pytest.fixture(params=POINT_MODELS)
 def model(request: pytest.FixtureRequest) -> Any:
     return small(request.param)
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.distributions import Normal
 
-from constmem import plots
-from constmem.plots.curves import reliability
+from constmem.plots.curves import Panel, learning_curve, panels_of_lines, predicted_against_true, reliability
 
 METRICS = [
     {"data": "something"},
@@ -21,19 +20,19 @@ def test_a_run_whose_loss_was_lost_can_still_be_looked_at(drawn: list[Any]) -> N
     nan = float("nan")
     lost = [{"step": 500, "loss": nan, "lr": 1e-3}, {"step": 500, "validation": nan}]
     for entries in (METRICS + lost, lost, [{"step": 1, "loss": 0.5}]):
-        plots.learning_curve(entries, "learning.png", title="lost")
+        learning_curve(entries, "learning.png", title="lost")
     assert [line.get_label() for line in drawn[0].axes[1].lines][-1] == "best: -0.400"
 
 
 def test_a_run_without_a_logged_loss_has_no_curve() -> None:
     with pytest.raises(ValueError, match="logged no loss"):
-        plots.learning_curve(METRICS[:1], "none.png", title="")
+        learning_curve(METRICS[:1], "none.png", title="")
 
 
 def test_a_single_logged_step_is_visible(drawn: list[Any]) -> None:
     for count in (1, 2):
         entries = [{"step": 20 * s, "loss": 1.0, "lr": 1e-3} for s in range(1, count + 1)]
-        plots.learning_curve(entries, "short.png", title="")
+        learning_curve(entries, "short.png", title="")
     one, two = ([axis.lines[-1].get_marker() for axis in (f.axes[0], f.axes[2])] for f in drawn)
     assert one == ["o", "o"]  # a line through one point is invisible
     assert two == ["", ""]
@@ -54,8 +53,14 @@ def test_f_of_y_is_uniform_where_predictions_are_true() -> None:
 
 
 def test_memory_and_predictions_are_drawn_as_given(drawn: list[Any]) -> None:
-    plots.memory_curve([10, 100], {"state": [1e6, 1e6], "points": [1e6, 1e7]}, "memory.png", title="")
-    assert [line.get_ydata().tolist() for line in drawn[0].axes[0].lines] == [[1.0, 1.0], [1.0, 10.0]]
+    seen, lines = [10, 100], {"state": ([10, 100], [1.0, 1.0]), "points": ([10, 100], [1.0, 10.0])}
+    panels = Panel("memory", lines, low=0), Panel("inside", {"points": (seen, [8, 9])}, level=9)
+    panels_of_lines(panels, "memory.png", title="")
+    memory, inside = drawn[0].axes
+    assert [list(line.get_ydata()) for line in memory.lines] == [[1.0, 1.0], [1.0, 10.0]]
+    assert [list(line.get_ydata()) for line in inside.lines] == [[8, 9], [9, 9]]
+    assert inside.lines[0].get_color() == memory.lines[1].get_color() != memory.lines[0].get_color()
+    assert memory.get_ylim()[0] == 0
     true, mean, std = torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.5]), torch.tensor([0.1, 0.2])
-    plots.predicted_against_true(true, mean, std, "p.png", title="")
+    predicted_against_true(true, mean, std, "p.png", title="")
     assert drawn[1].axes[0].lines[1].get_ydata().tolist() == [0.5, 0.5]

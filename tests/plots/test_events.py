@@ -10,8 +10,14 @@ import torch
 from scipy import stats
 from torch.distributions import LogNormal
 
-from constmem.plots import Timeline, confusion_picture, fit_picture, hazard_picture, sequence_picture
-from constmem.plots.events import LONGEST
+from constmem.plots.events import (
+    LONGEST,
+    Timeline,
+    confusion_picture,
+    fit_picture,
+    hazard_picture,
+    sequence_picture,
+)
 
 START = datetime(2024, 5, 1, 12, tzinfo=UTC)
 NAMES = ["shop", "cart", "a name that is a good deal longer than a legend has room for"]

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from constmem.plots import pyplot, save_figure
-from constmem.plots.figure import Clock, label_durations, rate_unit
+from constmem.plots import Clock, label_durations, pyplot, rate_unit, save_figure
 
 START = datetime(2024, 5, 1, 12, tzinfo=UTC)
 

@@ -318,3 +318,32 @@ def test_peak_memory_does_not_depend_on_the_number_of_rows() -> None:
         x = rng.normal(size=(1000, 4))
         sizes.append(estimator.partial_fit(x, x[:, 0]).nbytes_)
     assert len(set(sizes)) == 1
+
+
+@pytest.mark.parametrize("forget", [None, "auto"])
+def test_means_deviations_and_quantiles_are_those_of_the_density(forget: object) -> None:
+    x, y = table(400)
+    model = StreamingRegressor(forget=forget, **SMALL).partial_fit(x, y)
+    (mean,), (deviation,) = model.predict(x[:1], return_std=True)
+    grid = mean + deviation * np.linspace(-60, 60, 60_001)
+    mass = np.exp(model.log_density(np.repeat(x[:1], len(grid), 0), grid)) * (grid[1] - grid[0])
+    assert mass.sum() == pytest.approx(1, abs=1e-6)
+    assert mass @ grid == pytest.approx(mean, abs=1e-4 * deviation)
+    assert np.sqrt(mass @ (grid - mean) ** 2) == pytest.approx(deviation, rel=1e-3)
+    levels = (0.05, 0.5, 0.9, 0.999)
+    np.testing.assert_allclose(
+        np.interp(model.predict_quantiles(x[:1], levels)[0], grid, mass.cumsum()), levels, atol=2e-3
+    )
+
+
+def test_intervals_hold_what_they_promise_from_ten_rows_on() -> None:
+    rng = np.random.default_rng(3)
+    held = []
+    for noise in (0.02, 0.3, 1.0):
+        for _ in range(12):
+            x = rng.normal(size=(210, 5))
+            y = x @ rng.normal(size=5) + np.sin(2 * x[:, 0]) + noise * rng.normal(size=210)
+            ends = StreamingRegressor().partial_fit(x[:10], y[:10]).predict_interval(x[10:])
+            held.append(np.mean((ends[:, 0] <= y[10:]) & (y[10:] <= ends[:, 1])))
+    assert np.mean(held) > 0.82
+    assert np.mean(np.array(held) < 0.6) < 0.1  # few tables are misjudged badly

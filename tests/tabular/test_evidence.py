@@ -11,8 +11,9 @@ from scipy import stats
 from torch import Tensor
 
 from constmem.core.moments import Moments
+from constmem.tabular.answers import TAILS, Answer
 from constmem.tabular.classes import probabilities
-from constmem.tabular.evidence import PRIOR, TAILS, Posterior, _Fit, at, heavier, posterior
+from constmem.tabular.evidence import EXPECTED, PRIOR, Posterior, _Fit, at, posterior
 
 GROUPS = {"constant": slice(0, 1), "few": slice(1, 4), "many": slice(4, 12)}
 seeds = st.integers(0, 2**31)
@@ -42,7 +43,11 @@ def test_evidence_is_the_marginal_likelihood_of_the_targets(seed: int, n: int, k
     log = torch.randn(3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     fit = _Fit(Moments.observe(phi, y), GROUPS, log)
     inner = covariance(phi.numpy(), dict(zip(GROUPS, log.exp().tolist(), strict=True)))
-    wanted = 0.0
+    usual, width, tails = EXPECTED
+    strengths = np.array([(phi.numpy()[:, group] ** 2).sum(1).mean() for group in GROUPS.values()])
+    prior = stats.t(tails, np.log(strengths) + usual, width)
+    wanted = prior.logpdf(log.numpy()).sum() + 3 * (np.log(width) - stats.t.logpdf(0, tails))
+    wanted -= 3 * (tails + 1) / 2 * np.log(tails)  # constants that the fit leaves out
     for target in y.numpy().T:
         scale = PRIOR[0] * PRIOR[1] * (target**2).mean() + target @ np.linalg.solve(inner, target) / 2
         wanted -= (PRIOR[0] + n / 2) * np.log(scale) + np.linalg.slogdet(inner)[1] / 2
@@ -95,7 +100,7 @@ def test_predictions_are_those_of_the_gaussian_process(seed: int, n: int) -> Non
     inner = np.diag(both[n:, n:] - gain @ both[:n, n:])
     np.testing.assert_allclose(variance.numpy(), np.outer(inner, found.noise.numpy()), rtol=1e-4)
     np.testing.assert_allclose((found.epistemic(new) + found.noise).numpy(), variance.numpy())
-    assert found.freedom == pytest.approx(n + 2 * PRIOR[0])
+    assert found.freedom == pytest.approx(n + 2 * PRIOR[0] - min(3, n / 2))  # three precisions were fitted
 
 
 def test_the_posterior_at_known_precisions_is_the_one_that_was_found() -> None:
@@ -119,9 +124,10 @@ def test_intervals_hold_what_they_promise() -> None:
 
 @pytest.mark.parametrize("freedom", [1.5, 8.0, 9.0, 30.0, 1e6])
 def test_heavier_tails_leave_90_percent_intervals_alone(freedom: float) -> None:
-    variance, fewer = heavier(torch.tensor([4.0], dtype=torch.float64), freedom)
-    assert fewer == min(freedom, TAILS)
-    width = float(variance.sqrt()) * stats.t.ppf(0.95, fewer)
+    one = torch.ones(1, 1, dtype=torch.float64)
+    made = Answer(one, 4 * one, freedom).heavier()
+    assert made.freedom == min(freedom, TAILS)
+    width = float(made.variance.sqrt()) * stats.t.ppf(0.95, made.freedom)
     assert width == pytest.approx(2 * stats.t.ppf(0.95, freedom), rel=1e-3)
 
 

@@ -3,10 +3,12 @@
 import csv
 import json
 import math
+import re
 import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 from constmem import CMANP, NeuralProcess, Scales, Stream
 from constmem.data import Table, TableTasks
 from constmem.evaluation.runs import evaluate_run
-from constmem.training import fit_table
+from constmem.training import context_note, fit_file, fit_table
 from constmem.training.loop import Run, _validate, train
 from constmem.training.recipes import PointRecipe, changed, table_recipe
 from constmem.training.sources import open_source
@@ -318,6 +320,103 @@ def test_a_resumed_run_on_a_table_is_the_uninterrupted_one_and_refuses_other_row
         train(run, out=tmp_path / "parts", own=Table.of(x, x.cos()), resume=True)
 
 
+# What a file's run finds out
+
+
+def options(file: Path, group: str = "sensor") -> tuple[Any, ...]:
+    return file, "cmanp", {"--x": "time", "--y": "heat", "--group": group}, {}
+
+
+def test_the_jitter_that_validates_best_is_trained_with_and_a_resumed_run_keeps_it(
+    file: Path, tmp_path: Path
+) -> None:
+    how: dict[str, Any] = {"out": tmp_path / "run", "change": [*TINY, "steps=8"]}
+    first, _ = fit_file(*options(file), **how)
+    scores = {float(jitter): float(found) for found, jitter in re.findall(r"(-?\d\S+) with ([\d.]+)", first)}
+    assert set(scores) == {0.0, 0.1, 0.3}
+    recipe = json.loads((tmp_path / "run" / "run.json").read_text())["run"]["recipe"]
+    assert recipe["steps"] == 8
+    assert scores[recipe["jitter"]] == max(scores.values())
+    assert first.startswith(f"jitter={recipe['jitter']} validated best in 2 steps each")
+    assert len(fit_file(*options(file), **how, resume=True)) == 1  # nothing is tried again
+    set_by_hand = {"out": tmp_path / "set", "change": [*TINY, "steps=2", "jitter=0.2"]}
+    assert len(fit_file(*options(file), **set_by_hand)) == 1
+    recipe = json.loads((tmp_path / "set" / "run.json").read_text())["run"]["recipe"]
+    assert recipe["jitter"] == 0.2
+    with pytest.raises(FileExistsError, match="holds a run already"):
+        fit_file(*options(file), **how)
+
+
+def test_a_file_is_split_by_time_where_asked_and_the_run_remembers_it(file: Path, tmp_path: Path) -> None:
+    table = Table.read(file, x="number", y="heat", group="sensor", by="time")
+    parts = table.parts()
+    assert [part.x[:, 0].tolist() for part in parts] == [
+        [*range(48)], [*range(48, 54)], [*range(54, 60)]
+    ]  # fmt: skip
+    assert "split by time" in table.statement
+    fit_file(*options(file), split="time", out=tmp_path / "run", change=[*TINY, "steps=1", "jitter=0"])
+    kept = Table.load(tmp_path / "run" / "table.safetensors")
+    assert kept.by == "time"
+    assert not kept.equals(Table.read(file, x="time", y="heat", group="sensor"))
+    assert evaluate_run(tmp_path / "run", data_dir=None, device="cpu").scores["test"].points > 0
+
+
+class Averages:
+    """Predicts the mean of what it is shown, or nothing but zero if told to ignore it."""
+
+    device = CPU
+
+    def __init__(self, ignores: bool) -> None:
+        self.ignores = ignores
+
+    def eval(self) -> "Averages":
+        return self
+
+    def condition(self, _: torch.Tensor, y: torch.Tensor, mask: Any = None) -> torch.Tensor:
+        mask = torch.ones_like(y[..., 0], dtype=torch.bool) if mask is None else mask
+        total, count = (y * mask[..., None]).sum(1), mask.sum(1).clamp_min(1)
+        return 0 * total if self.ignores else total / count[:, None]
+
+    def query(self, state: torch.Tensor, xt: torch.Tensor) -> Any:
+        return torch.distributions.Normal(state[:, None].expand(-1, xt.shape[1], -1), 1.0)
+
+
+@pytest.mark.parametrize("ignores", [False, True])
+def test_it_is_said_whether_context_helps(tmp_path: Path, ignores: bool) -> None:
+    levels = torch.randn(20, generator=torch.Generator().manual_seed(0)).double() * 3
+    table = Table.of(torch.arange(400) / 7, levels.repeat(20) + 0.01 * torch.rand(400), [*range(20)] * 20)
+    recipe = table_recipe("cmanp", dim_x=1, dim_y=1, rows=400, grouped=True)
+    run = {"dataset": "t", "model": "cmanp", "recipe_name": "own data", "seed": 0, "recipe": asdict(recipe)}
+    (tmp_path / "run.json").write_text(json.dumps({"run": run}))
+    note = context_note(Averages(ignores), table, tmp_path)  # type: ignore[arg-type]
+    shown, unseen = (float(found) for found in re.findall(r"(\d\.\d+) (?:given|without)", note))
+    squares, given = [], []  # the same by a loop
+    for task in open_source("t", recipe, data_dir=None, device=CPU, own=table).validation():
+        for i in range(len(task.yt)):
+            known = task.yc[i][task.mask_c[i]].numpy()
+            for y in task.yt[i][task.mask_t[i]].numpy():
+                squares.append(float(y[0]) ** 2)
+                given.append(float(y[0] - (known.mean() if len(known) and not ignores else 0)) ** 2)
+    scale = float(table.y.std())
+    assert unseen == pytest.approx(np.sqrt(np.mean(squares)) / scale, abs=1e-3)
+    assert shown == pytest.approx(np.sqrt(np.mean(given)) / scale, abs=1e-3)
+    assert note.startswith("warning") == ignores
+    assert ("context does not help" in note) == ignores
+
+
+def test_parquet_rows_are_those_of_the_csv_file(file: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    names = {name: list(column) for name, column in zip(HEADER, zip(*rows(), strict=True), strict=True)}
+    parquet.write_table(arrow.table(names), file.with_suffix(".parquet"))
+    one, other = (
+        Table.read(file.with_suffix(suffix), x=["time", "dust"], y="heat", group="sensor")
+        for suffix in (".csv", ".parquet")
+    )
+    assert one.equals(other)
+    with pytest.raises(ValueError, match=r"row 0, column 'sensor' .* is 's0', not a number"):
+        Table.read(file.with_suffix(".parquet"), x="sensor", y="heat")
+
+
 # The command line, the example
 
 
@@ -346,13 +445,18 @@ def test_a_csv_file_is_trained_on_and_scored_at_the_command_line(file: Path) -> 
     }
 
 
+SENSORS = ("air.csv", "--x", "time", "--y", "heat", "--group", "sensor")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("air.csv", "cmanp"), "--x a,b for the inputs"),
-        (("air.csv",), "there are number, sensor, time, heat, dust"),
+        (("air.csv", "cmanp", "--group", "sensor"), "--x a,b for the inputs"),
+        (("air.csv",), "Columns are number, sensor, time, heat, dust"),
+        (("air.csv", "--x", "time", "--y", "heat"), "constmem fit air.csv --target heat --out air.model"),
+        ((*SENSORS, "--split", "tiem"), "no way to split rows 'tiem': did you mean 'time'"),
         (("nothing.csv",), "there is no file nothing.csv"),
-        (("air.csv", "cmanp", "--x", "tme", "--y", "heat"), "did you mean 'time'"),
+        (("air.csv", "cmanp", "--x", "tme", "--y", "heat", "--group", "-"), "did you mean 'time'"),
         (("digits", "cmanp", "--x", "time"), "'digits' is none"),
         (("air.csv", "cmnap", "--x", "time", "--y", "heat"), "did you mean 'cmanp'"),
         (("air.csv", "cmanp", "--x", "time", "--y", "heat", "--recipe", "faithful"), "no recipe"),

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from constmem import plots
 from constmem.data import EventLog, Events
+from constmem.evaluation import pictures
 from constmem.evaluation.pictures import plot_runs
 from constmem.evaluation.runs import evaluate_run, print_runs
 from constmem.point_processes import CMHP
@@ -293,8 +293,10 @@ def test_a_run_on_a_file_is_trained_scored_drawn_and_needs_the_file_no_more(
     assert "shop.csv" in shown
     assert f"{row.scores['test'].survival_nll:.3f}" in shown
     names: list[Any] = []
-    draw = plots.confusion_picture
-    monkeypatch.setattr(plots, "confusion_picture", lambda *a, **k: names.append(k["names"]) or draw(*a, **k))
+    draw = pictures.confusion_picture
+    monkeypatch.setattr(
+        pictures, "confusion_picture", lambda *a, **k: names.append(k["names"]) or draw(*a, **k)
+    )
     assert [path.suffix for path in plot_runs([tmp_path / "run"])] == [".png"] * 5
     assert names == [["buy", "cart", "look"]]
     about = json.loads((tmp_path / "run" / "run.json").read_text())["run"]
@@ -336,10 +338,10 @@ def test_options_and_models_that_do_not_fit_are_told_before_a_file_is_read(tmp_p
     path = tmp_path / "log.parquet"
     with pytest.raises(ValueError, match="--x are for models of points, but 'cmhp' is one of events"):
         fit_file(path, "cmhp", none | {"--x": "a"}, {})
-    with pytest.raises(ValueError, match="--user, --split are for models of events, but 'cnp'"):
-        fit_file(path, "cnp", none, {"--user": "a", "--mark": None, "--split": "time"})
-    with pytest.raises(ValueError, match="'cnp' is a model of points, which are read from CSV files"):
-        fit_file(path, "cnp", none, {})
+    with pytest.raises(ValueError, match="--user, --end are for models of events, but 'cnp'"):
+        fit_file(path, "cnp", none, {"--user": "a", "--mark": None, "--end": "last"})
+    with pytest.raises(ValueError, match=r"'cnp' is a model of points, .* from \.csv, \.tsv, \.parquet"):
+        fit_file(tmp_path / "log.json", "cnp", none, {})
     with pytest.raises(ValueError, match="no model 'cmph': did you mean 'cmhp'"):
         fit_file(path, "cmph", none, {})
     with pytest.raises(ValueError, match="'cnp' is no model of events"):

@@ -15,15 +15,16 @@ import torch
 
 from constmem.core.files import read_tensors, write_tensors
 from constmem.core.model import KIND, VERSION
+from constmem.core.progress import progress
+from constmem.core.registry import MODELS
 from constmem.data import DATASETS
-from constmem.models import MODELS
 from constmem.neural_processes import CMANP, NeuralProcess
 from constmem.neural_processes import MODELS as NEURAL_PROCESSES
 from constmem.training import folder as run_folder
 from constmem.training import loop as train
 from constmem.training import recipes, sources
 from constmem.training.folder import StoppedError
-from constmem.training.log import Log, progress
+from constmem.training.log import Log
 from constmem.training.loop import Run
 from constmem.training.muon import Muon
 from constmem.training.recipes import EventRecipe, PointRecipe, changed, recipe
@@ -314,6 +315,7 @@ def test_the_rate_warms_up_and_falls_to_zero() -> None:
         ("lr=-0.1", "lr is -0.1, but must be above 0"),
         ("lr=nan", "lr is nan, but must be above 0"),
         ("warmup=-1", "warmup is -1, but must be 0 or more"),
+        ("matern=1.5", "matern is 1.5, but must be from 0 to 1"),
         ("jitter=inf", "jitter is inf, but must be 0 or more, and finite"),
     ],
 )
@@ -362,8 +364,8 @@ def test_an_unknown_model_setting_is_an_error(tmp_path: Path) -> None:
         ("cnp-small", "there is no 'cnp-small': cnp has no variants; use cnp itself"),
         ("lbanp-matched", "there is no 'lbanp-matched': lbanp has no variants; use lbanp itself"),
         ("cmanp-smal", "there is no variant of cmanp 'smal': did you mean 'small'"),
-        ("cmanp-other", "there is no variant of cmanp 'other': there are tiny, small, matched$"),
-        ("cmanp-", "there is no variant of cmanp '': there are tiny, small, matched$"),
+        ("cmanp-other", "there is no variant of cmanp 'other': there are tiny, small, matched, moments$"),
+        ("cmanp-", "there is no variant of cmanp '': there are tiny, small, matched, moments$"),
     ],
 )
 def test_a_variant_that_a_model_does_not_have_is_refused_with_those_it_has(model: str, told: str) -> None:

@@ -2,15 +2,15 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from constmem.core.progress import counted
+
 if TYPE_CHECKING:
-    from constmem.tabular.commands import Outcome, Report
+    from constmem.tabular.commands import Outcome
 
 Table = Annotated[Path, typer.Argument(help="A .csv, .tsv or .parquet file.")]
 Model = Annotated[Path, typer.Argument(help="A model that `constmem fit` wrote.")]
@@ -44,7 +44,7 @@ def fit(
     """
     from constmem.tabular.commands import fit_file
 
-    with _progress(f"fitting {table}") as report:
+    with counted(f"fitting {table}") as report:
         done = fit_file(
             table, out, _listed(target), task=task, ignore=_listed(ignore), replace=replace, report=report,
             forget=_number(forget), size=size, random_state=seed,
@@ -61,11 +61,12 @@ def update(
     replace: Replace = False,
 ) -> None:
     """Learn more rows: as if the model had seen them with the first."""
-    from constmem.tabular.commands import free, update_file
+    from constmem.tabular.commands import update_file
+    from constmem.tabular.writing import free
 
     if out is not None:
         free(out, replace=replace)
-    with _progress(f"updating {model}") as report:
+    with counted(f"updating {model}") as report:
         done = update_file(model, table, out or model, report=report)
     _say(done, "learned", out or model)
 
@@ -86,7 +87,7 @@ def predict(
         levels = [float(level) for level in _listed(quantiles)]
     except ValueError as error:
         raise ValueError(f"--quantiles {quantiles}: give numbers between 0 and 1, such as 0.1,0.9") from error
-    with _progress(f"predicting {table}") as report:
+    with counted(f"predicting {table}") as report:
         done = predict_file(model, table, out, quantiles=levels, replace=replace, report=report)
     _say(done, "predicted", out)
 
@@ -97,7 +98,7 @@ def score(
     """How well the model predicts rows whose target is known."""
     from constmem.tabular.commands import score_file
 
-    with _progress(f"scoring {table}") as report:
+    with counted(f"scoring {table}") as report:
         done = score_file(model, table, report=report)
     if as_json:
         print(json.dumps({"rows": done.rows, **done.scores}))
@@ -126,11 +127,3 @@ def _say(done: "Outcome", words: str, out: Path) -> None:
 def _left_out(done: "Outcome") -> None:
     if done.left_out:
         print(f"warning: {done.left_out:,} rows without a target were left out", file=sys.stderr)
-
-
-@contextmanager
-def _progress(title: str) -> "Iterator[Report]":
-    from constmem.training.log import counted
-
-    with counted(title) as report:
-        yield report
