@@ -18,7 +18,7 @@ from torch import Tensor
 from constmem.kernels import cpu, gpu, library
 from constmem.kernels.fused import attend, attend_backward, choose
 from constmem.kernels.gpu_fold import fold
-from constmem.kernels.graphs import Graphs
+from constmem.kernels.graphs import Checksum, Graphs
 from constmem.kernels.layers import attention, feed_forward
 from constmem.kernels.library import cache_folder
 from constmem.kernels.paths import CHECKSUM, CPU, GPU, PATHS, Path, traced
@@ -226,22 +226,17 @@ class Snapshot:
         return True
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {
-            "_now": None,
-            "_kept": None,
-        }  # a copy is asked about tensors that lie elsewhere
+        return self.__dict__ | {"_now": None, "_kept": None}  # a copy's tensors lie elsewhere
 
 
 def _checksum(tensors: Sequence[Tensor]) -> Callable[[], int | None] | None:
     """What finds a number that changes with any bit of these; None where nothing can."""
     where = {t.device for t in tensors}
     able = len(where) == 1 and all(t.is_contiguous() for t in tensors)
-    if not able or not all(
-        t.data_ptr() or t.numel() == 0 for t in tensors
-    ):  # memory may have been given back
+    if not able or not all(t.data_ptr() or t.numel() == 0 for t in tensors):  # memory was given back
         return None
     if gpu.usable(device := where.pop()):
-        found = None if CHECKSUM.failed else CHECKSUM.attempt(lambda: gpu.checksum(tensors))
+        found = None if CHECKSUM.failed else CHECKSUM.attempt(lambda: Checksum(tensors))
         return None if found is None else lambda: CHECKSUM.attempt(found)
     return cpu.checksum(tensors) if device.type == "cpu" and cpu.usable() else None
 

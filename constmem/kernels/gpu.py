@@ -8,8 +8,8 @@ PyTorch's operators serve. CONSTMEM_NATIVE=0 switches the kernels off, like the 
 import functools
 import importlib
 import os
-from collections.abc import Callable, Sequence
-from math import gcd, log2
+from collections.abc import Sequence
+from math import log2
 from typing import Any, NamedTuple
 
 import torch
@@ -84,23 +84,9 @@ def _kernels() -> Any:
 
 
 @functools.cache
-def _merging() -> Any:
+def merging() -> Any:
     """The module of kernels that merge, where the others could be imported."""
     return importlib.import_module("constmem.kernels.triton_merge")
-
-
-def checksum(tensors: Sequence[Tensor]) -> Callable[[], int]:
-    """What finds a number that changes with any bit of these: one launch and one wait."""
-    found, before = _merging(), 0
-    word = gcd(4, *(t.data_ptr() for t in tensors), *(t.nbytes for t in tensors))  # bytes
-    rows: list[tuple[int, int, int]] = []
-    for t in tensors:
-        words = t.nbytes // word
-        starts = range(0, words, found.WORDS)
-        rows += [(t.data_ptr() + word * i, min(words - i, found.WORDS), before + i) for i in starts]
-        before += words
-    table = torch.tensor(rows, dtype=torch.int64, device=tensors[0].device).view(-1, 3)
-    return lambda: sum(found.checksum(table, 8 * word).tolist()) % 2**64
 
 
 def forget() -> None:
@@ -188,7 +174,7 @@ def extended(
     """Float64 states with one point more each: in one launch, of more than a few in two."""
     embedded = len(data) > FEWEST
     points = normed_tokens(plan, data[:, 0]) if embedded else data.contiguous()
-    found: tuple[Tensor, Tensor] = _merging().extended(
+    found: tuple[Tensor, Tensor] = merging().extended(
         points, (plan.embedding, plan.embedding_bias), plan.single, value.contiguous(), lse.contiguous(),
         PROGRAMS * multiprocessors(data.device), embedded=embedded,
     )  # fmt: skip
@@ -282,7 +268,7 @@ def merge(
     """The algebra's `merge` of float64 tensors in one launch."""
     shared = other_value.stride(-2) == 0 and other_value.shape[-2] > 1  # one point: the same for every slot
     other_value = other_value[..., :1, :] if shared else other_value
-    found: tuple[Tensor, Tensor] = _merging().merge(
+    found: tuple[Tensor, Tensor] = merging().merge(
         *(t if t.is_contiguous() else t.contiguous() for t in (value, lse, other_value, other_lse))
     )
     return found

@@ -103,11 +103,9 @@ def _checksum(table, sums, BITS: tl.constexpr, SIZE: tl.constexpr):
     tl.store(sums + tl.program_id(0), tl.sum(x.to(tl.int64), 0))
 
 
-def checksum(table: Int[Tensor, "p 3"], bits: int) -> Int[Tensor, " p"]:
+def checksum(table: Int[Tensor, "p 3"], bits: int, sums: Int[Tensor, " p"]) -> None:
     """A number for each piece of memory (address, words, words before it), in which all its bits are."""
-    sums = torch.empty(len(table), dtype=torch.int64, device=table.device)
     launch(_checksum, (len(table),), table, sums, BITS=bits, SIZE=WORDS)
-    return sums
 
 
 def merge(
