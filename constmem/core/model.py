@@ -230,16 +230,17 @@ class Model(nn.Module, ABC):
 def listed(*modules: nn.Module | None) -> list[Tensor]:
     """All numbers that modules are made of; PyTorch's own ways to list them take several times as long."""
     found: list[Any] = []
-    left = [*reversed(modules)]
-    while left:
-        module = left.pop()
-        if module is None:
-            continue
-        if not module._parameters and callable(weight := getattr(type(module), "weight", None)):
-            found += [weight(module).dequantize(), module.bias()]  # type: ignore[operator]  # quantized
-        found += module._parameters.values()
-        found += module._buffers.values()
-        left += reversed(module._modules.values())
+    for root in modules:
+        inner: list[Any] = [] if root is None else [root]
+        for module in inner:  # of which there are more as it goes on
+            if module._parameters:
+                found += module._parameters.values()
+            elif callable(weight := getattr(type(module), "weight", None)):  # of a quantized layer
+                found += [weight(module).dequantize(), module.bias()]
+            if module._buffers:
+                found += module._buffers.values()
+            if module._modules:
+                inner += [m for m in module._modules.values() if m is not None]
     return [t for t in found if t is not None]
 
 

@@ -140,8 +140,8 @@ class Checksum:
                 self._graph.replay()
             if self._table.is_cuda:
                 torch.cuda.current_stream(self._table.device).synchronize()
-            found: int = sum(self._here.tolist()) % 2**64
-        return found
+            total: int = sum(self._here.tolist()) % 2**64
+        return total
 
     def _launch(self) -> None:
         gpu.merging().checksum(self._table, self._bits, self._sums)

@@ -99,7 +99,8 @@ class CMANP(LevelProcess[Any, Any]):
             own_x, own_y, _ = self._scaled((x, y, None))
             points = torch.cat([own_x, own_y], -1).to(self.dtype)
             slots = state if self.regression is None else state.slots
-            found = self.stack.observation.extended(slots, points, embed=self.embed)
+            own: Any = self._modules  # past the look-ups of modules: small updates feel those
+            found = own["stack"]._modules["observation"].extended(slots, points, embed=own["embed"])
             if found is not None and checks.surely_finite(points):  # asked last: a GPU is at work meanwhile
                 if self.regression is None:
                     return found
@@ -121,7 +122,7 @@ class CMANP(LevelProcess[Any, Any]):
         return Product(slots, reduce(Moments.merge, parts))
 
     def observing_parameters(self) -> list[Tensor]:
-        own: Any = self._modules  # past the look-ups of modules: small updates feel those
+        own: Any = self._modules
         features = [] if self.regression is None else [self.regression.frequencies]
         return [*listed(own["embed"], own["stack"]._modules["observation"]), *features]
 
