@@ -157,8 +157,7 @@ def _part_backward(
         flat_k,
         flat_v,
         bias,
-        value.flatten(1, -3).to(k.dtype),
-        lse.flatten(1, -2).to(wide),
+        (value.flatten(1, -3).to(k.dtype), lse.flatten(1, -2).to(wide)),
         grad_value.flatten(1, -3).to(k.dtype),
         None if grad_lse is None else grad_lse.flatten(1, -2).to(wide),
     )

@@ -172,11 +172,9 @@ class CrossAttention(nn.Module):
         self.attention = _Attention(dim, num_heads)
 
     def forward(
-        self,
-        x: Float[Tensor, "b m d"],
-        context: Float[Tensor, "b n d"],
+        self, x: Float[Tensor, "b m d"], context: Float[Tensor, "b n d"],
         mask: Bool[Tensor, "b n"] | None = None,
-    ) -> Float[Tensor, "b m d"]:
+    ) -> Float[Tensor, "b m d"]:  # fmt: skip
         if on_gpu(x):
             whole = self.attention.whole(x, context, mask, self.norm, self.norm_context, self.normed)
             if whole is not None:
@@ -220,11 +218,9 @@ class _Attention(nn.Module):
         self.out = keep_variance(nn.Linear(dim, dim))
 
     def forward(
-        self,
-        x: Float[Tensor, "b m d"],
-        context: Float[Tensor, "b n d"],
+        self, x: Float[Tensor, "b m d"], context: Float[Tensor, "b n d"],
         mask: Bool[Tensor, "b n"] | None = None,
-    ) -> Float[Tensor, "b m d"]:
+    ) -> Float[Tensor, "b m d"]:  # fmt: skip
         q = self.query(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (b, h, m, c)
         kv = self.key_value(context).unflatten(-1, (2, self.num_heads, -1))
         k, v = kv.transpose(1, 3).unbind(2)  # (b, h, n, c) each

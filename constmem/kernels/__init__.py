@@ -22,7 +22,19 @@ from constmem.kernels.graphs import Checksum, Graphs
 from constmem.kernels.layers import attention, feed_forward
 from constmem.kernels.library import cache_folder
 from constmem.kernels.paths import CHECKSUM, CPU, GPU, PATHS, Path, traced
-from constmem.kernels.reference import EMPTY, Absorbed, Chunk, absorb, accumulate, joined, scores
+from constmem.kernels.reference import (
+    EMPTY,
+    Absorbed,
+    Chunk,
+    Others,
+    OthersLse,
+    Slots,
+    SlotsLse,
+    absorb,
+    accumulate,
+    joined,
+    scores,
+)  # fmt: skip
 
 __all__ = [
     "EMPTY",
@@ -30,8 +42,12 @@ __all__ = [
     "Absorbed",
     "Chunk",
     "Graphs",
+    "Others",
+    "OthersLse",
     "Path",
     "Plans",
+    "Slots",
+    "SlotsLse",
     "Snapshot",
     "absorb",
     "accumulate",
@@ -124,11 +140,8 @@ def update(
 
 
 def merge(
-    value: Float[Tensor, "*h s c"],
-    lse: Float[Tensor, "*h s"],
-    other_value: Float[Tensor, "*#h s c"],
-    other_lse: Float[Tensor, "*#h s"],
-) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]] | None:
+    value: Slots, lse: SlotsLse, other_value: Others, other_lse: OthersLse
+) -> tuple[Slots, SlotsLse] | None:
     """The algebra's `merge` of float64 tensors of one shape, in one pass."""
     given = value, lse, other_value, other_lse
     if cpu.merges(*given):
@@ -138,7 +151,7 @@ def merge(
 
 def chunk(dtype: torch.dtype, device: torch.device) -> int | None:
     """How many points are best observed at a time by what serves there; None where operators do."""
-    if dtype == torch.float64:
+    if dtype == torch.float64 or torch.compiler.is_compiling():
         return None
     if device.type != "cpu":
         return gpu.CHUNK if gpu.usable(device) else None

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from constmem.kernels.library import NUMBER, POINTER, library
 from constmem.kernels.paths import coarse, log, traced
+from constmem.kernels.reference import Slots, SlotsLse, contiguous
 
 LONGEST = 65_536  # points that running sums of float32 add up: of more, roundings of one kind would show
 VECTOR = 16  # channels of a head, and slots, are padded to a multiple of this
@@ -146,22 +147,14 @@ def observe(
     return value[..., : plan.weights.channels], lse
 
 
-def merge(
-    value: Float[Tensor, "*h s c"],
-    lse: Float[Tensor, "*h s"],
-    other_value: Float[Tensor, "*h s c"],
-    other_lse: Float[Tensor, "*h s"],
-) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]]:
+def merge(value: Slots, lse: SlotsLse, other_value: Slots, other_lse: SlotsLse) -> tuple[Slots, SlotsLse]:
     """The algebra's `merge` of float64 tensors in one pass."""
-    shared = other_value.stride(-2) == 0 and other_value.shape[-2] > 1  # one point: the same for every slot
-    other_value = other_value[..., :1, :] if shared else other_value
-    tensors = value, lse, other_value, other_lse
-    value, lse, other_value, other_lse = (t if t.is_contiguous() else t.contiguous() for t in tensors)
+    value, lse, other_value, other_lse = contiguous(value, lse, other_value, other_lse)
     merged, merged_lse = empty(*value.shape), torch.empty_like(lse)
+    shared = value.shape[-2] // max(other_value.shape[-2], 1)
     _run(
         "merge", lse.numel(), value.shape[-1], value.data_ptr(), lse.data_ptr(), other_value.data_ptr(),
-        value.shape[-2] if shared else 1, other_lse.data_ptr(), torch.get_num_threads(), merged.data_ptr(),
-        merged_lse.data_ptr(),
+        shared, other_lse.data_ptr(), torch.get_num_threads(), merged.data_ptr(), merged_lse.data_ptr(),
     )  # fmt: skip
     return merged, merged_lse
 

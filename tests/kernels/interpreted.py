@@ -99,7 +99,8 @@ def observe(*, dim: int, heads: int, slots: int, kind: str, precision: str) -> l
         seen = found.observe(data, mask, weight, embed=embed)
         doubled = None if weight is None else weight.double()
         expected = exactly(lambda: wide.observe(data.double(), mask, doubled, embed=wide_embed))  # noqa: B023
-        rows.append(errors(seen, expected) | {"plans": len(found.prepared(embed).plans._laid)})  # type: ignore[union-attr]
+        laid = found.prepared(embed).plans._laid  # type: ignore[union-attr]
+        rows.append(errors(seen, expected) | {"plans": sum(plan is not None for plan in laid.values())})
     return rows
 
 
