@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from constmem.neural_processes import CMANP, ConditioningError, NeuralProcess, Scales
     from constmem.point_processes import CMHP, PointProcess
     from constmem.point_processes.events import Events
-    from constmem.stream import Stream
+    from constmem.streams.pool import StreamPool, condition_groups
+    from constmem.streams.stream import Stream
     from constmem.tabular.estimators import StreamingClassifier, StreamingRegressor
 
 __all__ = [
@@ -28,9 +29,11 @@ __all__ = [
     "PointProcess",
     "Scales",
     "Stream",
+    "StreamPool",
     "StreamingClassifier",
     "StreamingRegressor",
     "Window",
+    "condition_groups",
 ]
 
 _HOMES = {
@@ -40,7 +43,8 @@ _HOMES = {
     "point_processes": ("CMHP", "PointProcess"),
     "core.state": ("AttentionState",),
     "core.forgetting": ("Decay", "Window"),
-    "stream": ("Stream",),
+    "streams.pool": ("StreamPool", "condition_groups"),
+    "streams.stream": ("Stream",),
     "tabular.estimators": ("StreamingClassifier", "StreamingRegressor"),
 }
 

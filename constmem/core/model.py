@@ -23,6 +23,7 @@ SHIPPED = {
 KIND, VERSION = "constmem.model", 1
 CONFIG, WEIGHTS, ABOUT = "config.json", "model.safetensors", "about.json"
 AnyModel = TypeVar("AnyModel", bound="Model")
+_ANY = object()  # equal to no setting
 
 
 class Model(nn.Module, ABC):
@@ -30,6 +31,7 @@ class Model(nn.Module, ABC):
 
     name: ClassVar[str]
     older: ClassVar[Mapping[str, Any]] = {}  # settings that earlier versions did not write, as they were then
+    newer: ClassVar[Mapping[str, Any]] = {}  # options that earlier versions had not, as they are when unused
 
     config: dict[str, Any]  # what the constructor was called with, and its defaults
     __signature__: ClassVar[inspect.Signature]  # all settings, as `help` and editors show them
@@ -43,7 +45,8 @@ class Model(nn.Module, ABC):
         model = super().__new__(cls)
         bound = cls.__signature__.bind_partial(**settings)
         bound.apply_defaults()
-        object.__setattr__(model, "config", dict(bound.arguments))
+        chosen = {key: value for key, value in bound.arguments.items() if value != cls.newer.get(key, _ANY)}
+        object.__setattr__(model, "config", chosen)  # of a model without them: as earlier versions wrote it
         return model
 
     def __init__(self, *, config: dict[str, Any] | None = None) -> None:  # noqa: ARG002

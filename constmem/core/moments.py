@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from constmem.core import checks
 from constmem.core.files import read_tensors, write_tensors
 
 VERSION = 1
@@ -36,6 +37,7 @@ class Moments:
     """
 
     KIND: ClassVar[str] = "constmem.moments"
+    NAMES: ClassVar[tuple[str, ...]] = ("gram", "cross", "square", "count")
 
     gram: Float[Tensor, "*b p p"]
     cross: Float[Tensor, "*b p k"]
@@ -93,19 +95,24 @@ class Moments:
             )
         return left
 
-    def decay(self, factor: float) -> "Moments":
-        """The same rows, each counted `factor` times as much; 0 < factor <= 1."""
-        if not 0.0 < factor <= 1.0:
+    def decay(self, factor: float | Float[Tensor, "*b"]) -> "Moments":
+        """The same rows, each counted `factor` times as much; 0 < factor <= 1, one or one for each task."""
+        factors = torch.as_tensor(factor, dtype=torch.float64, device=self.count.device)
+        if not bool(((factors > 0.0) & (factors <= 1.0)).all()):
             raise ValueError(f"decay takes a factor above 0 and at most 1, not {factor}")
-        return self._each(lambda t: t * factor)
+        return self.mapped(lambda t: t * factors.reshape((*factors.shape, *[1] * (t.ndim - factors.ndim))))
 
     def to(self, device: torch.device | str) -> "Moments":
         """The same state on another device."""
-        return self._each(lambda t: t.to(device))
+        return self.mapped(lambda t: t.to(device))
 
     def detach(self) -> "Moments":
         """The same state cut off from the graph that computed it."""
-        return self._each(Tensor.detach)
+        return self.mapped(Tensor.detach)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Moments":
+        """The same state with each of its tensors changed."""
+        return Moments(*(change(t) for t in self._all))
 
     @property
     def width(self) -> int:
@@ -131,25 +138,35 @@ class Moments:
     @staticmethod
     def of(tensors: dict[str, Tensor]) -> "Moments":
         """The state made of what `tensors` gave; refuses what no rows can have made."""
-        missing = {"gram", "cross", "square", "count"} - tensors.keys()
-        if missing:
-            raise ValueError(f"lacks {sorted(missing)}")
-        packed, cross, square, count = (tensors[name] for name in ("gram", "cross", "square", "count"))
+        checks.named(tensors, set(Moments.NAMES))
+        packed, cross = tensors["gram"], tensors["cross"]
         if cross.ndim < 2:
             raise ValueError(f"holds cross moments of shape {tuple(cross.shape)}, not (p, k)")
-        *batch, p, k = cross.shape
-        shapes = [(*batch, p * (p + 1) // 2), (*batch, k), tuple(batch)]
-        if [tuple(t.shape) for t in (packed, square, count)] != shapes:
+        *batch, p, _ = cross.shape
+        if tuple(packed.shape) != (*batch, p * (p + 1) // 2):
             raise ValueError("holds moments whose shapes do not fit")
-        if any(t.dtype != torch.float64 or not bool(t.isfinite().all()) for t in tensors.values()):
-            raise ValueError("holds moments that are not finite numbers in float64")
-        gram = cross.new_zeros(*batch, p, p)
+        gram = packed.new_zeros(*batch, p, p)
         rows, columns = torch.tril_indices(p, p)
         gram[..., rows, columns] = packed
         gram[..., columns, rows] = packed
+        whole = {**tensors, "gram": gram}
+        Moments.require(whole)
+        return Moments(**whole)
+
+    @staticmethod
+    def require(tensors: dict[str, Tensor]) -> None:
+        """A ValueError says why no rows can have made these, as "it ..." goes on; `gram` is whole here."""
+        gram, cross, square, count = (tensors[name] for name in Moments.NAMES)
+        *batch, p, k = cross.shape
+        shapes = [(*batch, p, p), (*batch, k), tuple(batch)]
+        if [tuple(t.shape) for t in (gram, square, count)] != shapes:
+            raise ValueError("holds moments whose shapes do not fit")
+        if any(t.dtype != torch.float64 or not bool(t.isfinite().all()) for t in tensors.values()):
+            raise ValueError("holds moments that are not finite numbers in float64")
         if bool((count < 0).any() | (square < 0).any() | (gram.diagonal(dim1=-2, dim2=-1) < 0).any()):
             raise ValueError("holds a negative count or a negative sum of squares")
-        return Moments(gram, cross, square, count)
+        if not torch.equal(gram, gram.mT):
+            raise ValueError("holds a Gram matrix that is not symmetric")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state, atomically, as a safetensors file with a versioned header."""
@@ -168,9 +185,6 @@ class Moments:
     @property
     def _all(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.gram, self.cross, self.square, self.count
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Moments":
-        return Moments(*(change(t) for t in self._all))
 
     def _fits(self, other: "Moments") -> None:
         if self.cross.shape != other.cross.shape:

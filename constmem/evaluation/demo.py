@@ -18,7 +18,7 @@ from constmem.evaluation.pictures import completions
 from constmem.neural_processes import CMANP
 from constmem.plots.curves import Panel, panels_of_lines
 from constmem.plots.images import completion_grid
-from constmem.stream import Stream
+from constmem.streams.stream import Stream
 from constmem.tabular.estimators import StreamingRegressor
 
 ROWS, CHUNK = 8000, 1000  # of the power plant's hours to learn; the others are held out

@@ -38,7 +38,7 @@ from constmem.plots.curves import (
 from constmem.plots.events import Timeline, confusion_picture, fit_picture, hazard_picture, sequence_picture
 from constmem.plots.images import Completion, completion_grid, model_grid
 from constmem.point_processes import PointProcess
-from constmem.stream import Stream
+from constmem.streams.stream import Stream
 from constmem.training.folder import own_data
 from constmem.training.sources import Source
 

@@ -101,20 +101,21 @@ def crps_of(dist: Distribution, y: Float[Tensor, "*b y"]) -> Float[Tensor, "*b y
     """Continuous ranked probability score of each value, in closed form; in its units, smaller is better.
 
     CRPS = integral of (F(z) - [z >= y])^2 dz = E|X - y| - E|X - X'| / 2, for X, X' drawn from F. Of a
-    mixture both are means of E|N(m, s)| over its components, and over pairs of them.
+    mixture both are means of E|N(m, s)| over its components, and over pairs of them, by their weights.
     """
     if isinstance(dist, Normal):
         return _mean_size(y - dist.mean, dist.stddev) - dist.stddev / sqrt(pi)
     if not isinstance(dist, SampleMixture):
         raise TypeError(f"there is no closed form here for the CRPS of a {type(dist).__name__}")
     means, stds = dist.components.mean, dist.components.stddev  # (b, m, k, y)
-    k = means.shape[-2]
-    spread = (2 / sqrt(pi)) * stds.sum(-2)  # of each component with itself
+    weight, k = dist.weight, means.shape[-2]
+    spread = (2 / sqrt(pi)) * (weight.square() * stds).sum(-2)  # of each component with itself
     for shift in range(1, k // 2 + 1):  # of each with the one so many places on; and back, but for half way
         others, other_stds = means.roll(shift, -2), stds.roll(shift, -2)
-        pairs = _mean_size(means - others, torch.hypot(stds, other_stds)).sum(-2)
+        sizes = _mean_size(means - others, torch.hypot(stds, other_stds))
+        pairs = (weight * weight.roll(shift, -2) * sizes).sum(-2)
         spread += pairs if 2 * shift == k else 2 * pairs
-    return _mean_size(y[..., None, :] - means, stds).mean(-2) - 0.5 * spread / k**2
+    return (weight * _mean_size(y[..., None, :] - means, stds)).sum(-2) - 0.5 * spread
 
 
 def _mean_size(mean: Tensor, std: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ LARGEST = 2**22  # numbers given: beyond, launches are no longer what takes the 
 PATIENCE = 2  # calls before one is worth capturing
 KEPT = 4  # graphs of one model
 REMEMBERED = 64  # kinds of calls that are counted
-Result = TypeVar("Result", Tensor, tuple[Tensor, Tensor])
+Result = TypeVar("Result", Tensor, tuple[Tensor, Tensor], tuple[Tensor, ...])
 
 
 class _Captured(NamedTuple):

@@ -20,7 +20,7 @@ from constmem.core import checks
 from constmem.core.algebra import EMPTY
 from constmem.core.fold import Chunk
 from constmem.core.monoid import NOTHING
-from constmem.neural_processes.heads import normal
+from constmem.neural_processes.heads import SampleMixture, normal
 from constmem.neural_processes.points import (
     PointModel,
     S,
@@ -59,16 +59,17 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
         """What predictions need of a state, computed once for any number of queries."""
 
     @abstractmethod
-    def decode(
-        self, memory: M, xt: Float[Tensor, "b m x"]
-    ) -> tuple[Float[Tensor, "b m *k y"], Float[Tensor, "b m *k y"]]:
-        """Mean and standard deviation at a few targets (for each of k samples, where there are any)."""
+    def decode(self, memory: M, xt: Float[Tensor, "b m x"]) -> tuple[Tensor, ...]:
+        """Mean and standard deviation at a few targets, (b, m, y); all that `distribution` takes.
+
+        Of k samples both are (b, m, k, y), followed by the logarithms of their weights, (b, m, k), if any.
+        """
 
     # What a model may do otherwise
 
-    def distribution(self, mean: Tensor, std: Tensor) -> Distribution:
-        """The prediction that `decode`'s mean and standard deviation stand for."""
-        return normal(mean, std)
+    def distribution(self, mean: Tensor, std: Tensor, *log_weight: Tensor) -> Distribution:
+        """The prediction that `decode`'s tensors stand for: normals, or a mixture of them where it has k."""
+        return normal(mean, std) if mean.ndim == 3 else SampleMixture(mean, std, *log_weight)
 
     def _chunk(self) -> int:
         """How many points are best observed at a time."""
@@ -193,8 +194,8 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
             raise ValueError(f"{here}: they must be the same (expand one of them)")
         if self.scales is None:
             return self.distribution(*self._decoded(memory, xt, chunk))
-        mean, std = self._decoded(memory, self.scales.inputs(xt), chunk)
-        return self.distribution(*self.scales.restored(mean, std))
+        mean, std, *log_weight = self._decoded(memory, self.scales.inputs(xt), chunk)
+        return self.distribution(*self.scales.restored(mean, std), *log_weight)
 
     def query(self, state: S, xt: Float[Tensor, "b m x"], *, chunk: int = 4096) -> Distribution:
         """The predictive distribution at the targets: `predict(read(state), xt)`."""
@@ -253,8 +254,8 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
 
     # Inside
 
-    def _decoded(self, memory: M, xt: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation at any number of targets, in the model's own units."""
+    def _decoded(self, memory: M, xt: Tensor, chunk: int) -> tuple[Tensor, ...]:
+        """What `decode` says of any number of targets, in the model's own units."""
         m = xt.shape[1]
         if m <= chunk:
             return self.decode(memory, xt)

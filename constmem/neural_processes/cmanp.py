@@ -1,22 +1,28 @@
 """Constant Memory Attentive Neural Process: stacked CMABs, and a decoder that reads every level."""
 
+from collections.abc import Mapping
+from functools import reduce
 from typing import Any, ClassVar, Unpack
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from constmem.core import checks
 from constmem.core.block import CMABStack
 from constmem.core.fold import Chunk, fold, fused_fold
-from constmem.core.layers import MLP
+from constmem.core.layers import MLP, keep_variance
+from constmem.core.moments import Moments
 from constmem.core.observation import Observation
-from constmem.core.state import AttentionState
+from constmem.core.product import Product
 from constmem.kernels import Graphs
+from constmem.neural_processes.heads import Corrected
+from constmem.neural_processes.regression import Posterior, Regression
 from constmem.neural_processes.transformers import LevelProcess, LevelSettings
 
 
-class CMANP(LevelProcess[AttentionState, Tensor]):
+class CMANP(LevelProcess[Any, Any]):
     """A neural process in constant memory: conditioning, updating, and (training's) gradients too.
 
     The defaults are the paper's sizes.
@@ -24,6 +30,10 @@ class CMANP(LevelProcess[AttentionState, Tensor]):
     Args:
         num_slots: learned queries a block looks at the data with; they size the state.
         num_latents: vectors the blocks hand to each other.
+        moments: how many features' products it remembers beside the slots; none as published. With them it
+            predicts by `experts` Bayesian linear regressions, which the slots correct: a mixture of normals
+            instead of one, from a `Product` of states. For smooth functions of a few inputs.
+        experts: how many regressions.
         settings: those of `LevelProcess`; `depth` is the number of blocks, and of decoder layers.
 
     Example:
@@ -39,9 +49,16 @@ class CMANP(LevelProcess[AttentionState, Tensor]):
     """
 
     name: ClassVar[str] = "cmanp"
+    newer: ClassVar[Mapping[str, Any]] = {"moments": 0, "experts": 32}
 
     def __init__(
-        self, *, num_slots: int = 128, num_latents: int = 128, **settings: Unpack[LevelSettings]
+        self,
+        *,
+        num_slots: int = 128,
+        num_latents: int = 128,
+        moments: int = 0,
+        experts: int = 32,
+        **settings: Unpack[LevelSettings],
     ) -> None:
         super().__init__(**settings)
         checks.positive("num_latents", num_latents)
@@ -49,62 +66,103 @@ class CMANP(LevelProcess[AttentionState, Tensor]):
         sizes = self._set("depth", "dim", "num_heads", "hidden", "residual")
         self.stack = CMABStack(num_slots=num_slots, **sizes)
         self._add_decoder()
+        self.regression: Regression | None = None
+        if moments:
+            dim = self.config["dim"]
+            self.regression = Regression(dim_x=self.dim_x, features=moments, experts=experts)
+            self.recall = keep_variance(nn.Linear(experts * (self.dim_y + 2), dim))
+            self.weigh = nn.Linear(dim, experts)
+            for part in (self.weigh.weight, self.weigh.bias):
+                nn.init.zeros_(part)
+            self.head = Corrected(**self._set("dim", "hidden", "std"), dim_y=self.dim_y)
+            self.state_type = Product
         self._graphs = Graphs()
 
-    def empty(self, batch: int = 1) -> AttentionState:
-        return self.stack.empty(batch)
+    def empty(self, batch: int = 1) -> Any:
+        slots = self.stack.empty(batch)
+        if self.regression is None:
+            return slots
+        features = 2 * len(self.regression.frequencies)
+        return Product(slots, Moments.empty(features, self.dim_y, batch=(batch,), device=self.device))
 
-    def _observe(
-        self, x: Tensor, y: Tensor, mask: Tensor | None, log_weight: Tensor | None
-    ) -> AttentionState:
+    def _observe(self, x: Tensor, y: Tensor, mask: Tensor | None, log_weight: Tensor | None) -> Any:
         points = torch.cat([x, y], -1).to(self.dtype)
-        return self.stack.observe(points, mask, log_weight, embed=self.embed)
+        slots = self.stack.observe(points, mask, log_weight, embed=self.embed)
+        if self.regression is None:
+            return slots
+        return Product(slots, self.regression.observe(x, y, mask, log_weight))
 
-    def _extended(
-        self, state: AttentionState, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int | None
-    ) -> AttentionState:
+    def _extended(self, state: Any, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int | None) -> Any:
         if x.shape[1] == 1 and mask is None and not self._learns():
             own_x, own_y, _ = self._scaled((x, y, None))
             points, weights = torch.cat([own_x, own_y], -1).to(self.dtype), self._weights_of(state)
-            observation = self.stack.observation
-            found = observation.extended(state, points, embed=self.embed, known_as=weights)
+            slots = state if self.regression is None else state.slots
+            found = self.stack.observation.extended(slots, points, embed=self.embed, known_as=weights)
             if found is not None and checks.surely_finite(points):  # asked last: a GPU is at work meanwhile
-                return found
+                if self.regression is None:
+                    return found
+                return Product(found, state.moments.merge(self.regression.observe(own_x, own_y)))
         return super()._extended(state, x, y, mask, chunk)
 
     def _chunk(self) -> int:
         return self.stack.observation.chunk()
 
-    def _fold(self, chunks: list[Chunk]) -> AttentionState:
+    def _fold(self, chunks: list[Chunk]) -> Any:
         observation = self.stack.observation
-        found = fused_fold(observation, self.embed, chunks)
-        if found is not None:
-            return found
-        return fold(_Projection(self.embed, observation), observation.prepared().queries, chunks)
+        slots = fused_fold(observation, self.embed, chunks)
+        if slots is None:
+            slots = fold(_Projection(self.embed, observation), observation.prepared().queries, chunks)
+        if self.regression is None:
+            return slots
+        observe = self.regression.observe  # each chunk's features are computed again for the gradient
+        parts = [checkpoint(observe, *chunk, use_reentrant=False) for chunk in chunks]
+        return Product(slots, reduce(Moments.merge, parts))
 
     def observing_parameters(self) -> list[Tensor]:
         stack: Any = self._modules["stack"]  # past the look-ups of modules: small updates feel those
         embed: Any = self._modules["embed"]
-        return [*embed.tensors(), *stack._modules["observation"].weights()]
+        features = [] if self.regression is None else [self.regression.frequencies]
+        return [*embed.tensors(), *stack._modules["observation"].weights(), *features]
 
     @property
     def layout(self) -> tuple[int, ...]:
-        return self.stack.layout
+        if self.regression is None:
+            return self.stack.layout
+        return *self.stack.layout, 2 * len(self.regression.frequencies), self.dim_y
 
-    def read(self, state: AttentionState) -> Float[Tensor, "b depth l d"]:
-        """The latents after every block."""
-        return self._graphs.run(self, self._read, state.value)
+    def read(self, state: Any) -> Any:
+        """The latents after every block; with moments also the experts' posterior."""
+        if self.regression is None:
+            return self._graphs.run(self, self._read, state.value)
+        latents = self._graphs.run(self, self._read, state.slots.value)
+        posterior = self.regression.read(state.moments)
+        corrected = posterior.evidence + self.weigh(latents[:, -1].mean(1)).double()
+        return latents, *posterior._replace(evidence=corrected.log_softmax(-1))
 
     def _read(self, value: Float[Tensor, "b depth h s c"]) -> Float[Tensor, "b depth l d"]:
         return torch.stack(self.stack.read_value(value, self.latents.expand(len(value), -1, -1)), 1)
 
-    def decode(
-        self, memory: Float[Tensor, "b depth l d"], xt: Float[Tensor, "b m x"]
-    ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
-        return self._graphs.run(self, self._decode, memory, xt)
+    def decode(self, memory: Any, xt: Float[Tensor, "b m x"]) -> tuple[Tensor, ...]:
+        if self.regression is None:
+            return self._graphs.run(self, self._decode, memory, xt)
+        found: tuple[Tensor, ...] = self._graphs.run(self, self._decode_experts, *memory, xt)
+        return found
 
     def _decode(self, memory: Tensor, xt: Tensor) -> tuple[Tensor, Tensor]:
         return self._decode_levels(memory.unbind(1), xt)
+
+    def _decode_experts(self, latents: Tensor, *posterior_and_xt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.regression is not None
+        *parts, xt = posterior_and_xt
+        posterior = Posterior(*parts)
+        mean, std = self.regression(posterior, xt)
+        log_weight = posterior.evidence[:, None].expand(-1, xt.shape[1], -1)
+        known = torch.cat([mean.flatten(2), std.log().flatten(2), log_weight.exp()], -1)
+        tokens = self.embed_target(xt.to(self.dtype)) + self.recall(known.to(self.dtype))
+        tokens = self._attended(tokens, latents.unbind(1))
+        found = *self.head(tokens, mean, std), log_weight
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return found[0].to(wide), found[1].to(wide), found[2].to(wide)
 
 
 class _Projection(nn.Module):

@@ -6,7 +6,6 @@ from typing import Any, ClassVar, Required, TypedDict, Unpack
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.distributions import Distribution
 
 from constmem.core.checks import positive
 from constmem.core.fold import Chunk, joined
@@ -14,7 +13,7 @@ from constmem.core.memory import Needs
 from constmem.core.state import AttentionState
 from constmem.neural_processes.base import M, NeuralProcess
 from constmem.neural_processes.encoders import Attended, AttentiveEncoder, PoolingPair
-from constmem.neural_processes.heads import AnyStd, PointDecoder, SampleMixture
+from constmem.neural_processes.heads import AnyStd, PointDecoder
 from constmem.neural_processes.points import S
 from constmem.neural_processes.stored import StoredPoints, StoringProcess
 
@@ -112,9 +111,6 @@ class SamplingProcess(EncodingProcess[S, M]):
         positive("num_samples", num_samples)
         positive("num_train_samples", num_train_samples)
         self.num_samples, self.num_train_samples, self.seed = num_samples, num_train_samples, seed
-
-    def distribution(self, mean: Tensor, std: Tensor) -> Distribution:
-        return SampleMixture(mean, std)
 
 
 class PoolingProcess(EncodingProcess[AttentionState, M]):

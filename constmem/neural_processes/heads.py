@@ -107,13 +107,38 @@ def normal(mean: Tensor, std: Tensor) -> Normal:
     return Normal(mean.to(wide), std.to(wide), validate_args=False)
 
 
-class SampleMixture(Distribution):
-    """An even mixture of k normals at every point: what k samples of a latent predict together.
+class Corrected(nn.Module):
+    """Normals of k experts that tokens shift and widen, in units of their deviations; at first, not at all.
 
-    Its `log_prob` is that of a point, log 1/k sum_k prod_y N(y | mean_k, std_k): the channels of one
+    Args:
+        std: "bounded" keeps every deviation above 0.05; "exp" does not.
+    """
+
+    def __init__(self, *, dim: int, hidden: int, dim_y: int, std: Std = "bounded") -> None:
+        super().__init__()
+        self.floor = {"bounded": 0.05, "exp": 0.0}[std]
+        self.norm = nn.LayerNorm(dim)
+        self.predictor = MLP(dim_in=dim, dim_hidden=hidden, dim_out=2 * dim_y, depth=2)
+        nn.init.zeros_(self.predictor.layers[-1].weight)  # type: ignore[arg-type]
+
+    def forward(
+        self, tokens: Float[Tensor, "b m d"], mean: Float[Tensor, "b m k y"], std: Float[Tensor, "b m k 1"]
+    ) -> tuple[Float[Tensor, "b m k y"], Float[Tensor, "b m k y"]]:
+        """Mean and standard deviation of each expert."""
+        shift, raw = self.predictor(self.norm(tokens))[:, :, None].to(mean.dtype).chunk(2, -1)
+        return mean + shift * std, torch.hypot(std * raw.exp(), std.new_full((), self.floor))
+
+
+class SampleMixture(Distribution):
+    """A mixture of k normals at every point: what k samples of a latent, or k experts, predict together.
+
+    Its `log_prob` is that of a point, log sum_k w_k prod_y N(y | mean_k, std_k): the channels of one
     sample belong together. It is returned as (b, m, 1), so that `log_prob(y).sum(-1)` is the
     log-likelihood of a point here as it is for independent normals. `mean`, `variance` and `cdf` are
     those of each channel. `sample` draws one component for a whole task: its points belong together.
+
+    Args:
+        log_weight: log w_k, the same at all points of a task; an even mixture if not given.
 
     Example:
         >>> one = torch.zeros(1, 2, 1, 3), torch.ones(1, 2, 1, 3)
@@ -125,23 +150,44 @@ class SampleMixture(Distribution):
     arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {}
     support = constraints.real_vector
 
-    def __init__(self, means: Float[Tensor, "b m k y"], stds: Float[Tensor, "b m k y"]) -> None:
+    def __init__(
+        self,
+        means: Float[Tensor, "b m k y"],
+        stds: Float[Tensor, "b m k y"],
+        log_weight: Float[Tensor, "b m k"] | None = None,
+    ) -> None:
         self.components = normal(means, stds)
+        even = self.components.mean.new_full((), -log(means.shape[-2])).expand(means.shape[:-1])
+        self.log_weight = even if log_weight is None else log_weight.to(even.dtype)
         super().__init__(means.shape[:2], means.shape[-1:], validate_args=False)
 
     @property
+    def weight(self) -> Float[Tensor, "b m k 1"]:
+        """Of each component."""
+        return self.log_weight.exp()[..., None]
+
+    @property
     def mean(self) -> Float[Tensor, "b m y"]:
-        return self.components.mean.mean(-2)
+        return (self.weight * self.components.mean).sum(-2)
 
     @property
     def variance(self) -> Float[Tensor, "b m y"]:
-        return self.components.variance.mean(-2) + self.components.mean.var(-2, correction=0)
+        apart = (self.components.mean - self.mean[..., None, :]).square()
+        return (self.weight * (self.components.variance + apart)).sum(-2)
 
     def log_prob(self, value: Float[Tensor, "b m y"]) -> Float[Tensor, "b m 1"]:
-        return logmeanexp(self.components.log_prob(value[..., None, :]).sum(-1))[..., None]
+        each: Tensor = self.components.log_prob(value[..., None, :]).sum(-1)
+        return (each + self.log_weight).logsumexp(-1)[..., None]
+
+    def joint_log_prob(self, value: Float[Tensor, "b m y"]) -> Float[Tensor, " b"]:
+        """Of all points of a task together, which are of one component."""
+        if value.shape[1] == 0:
+            return value.new_zeros(value.shape[0])
+        each: Tensor = self.components.log_prob(value[..., None, :]).sum((1, 3))
+        return (each + self.log_weight[:, 0]).logsumexp(-1)
 
     def cdf(self, value: Float[Tensor, "b m y"]) -> Float[Tensor, "b m y"]:
-        out: Tensor = self.components.cdf(value[..., None, :]).mean(-2)
+        out: Tensor = (self.weight * self.components.cdf(value[..., None, :])).sum(-2)
         return out
 
     def sample(
@@ -150,8 +196,9 @@ class SampleMixture(Distribution):
         means, stds = self.components.mean, self.components.stddev
         shape, (b, m, k, y) = tuple(sample_shape), means.shape
         with torch.no_grad():
-            pick = torch.randint(k, (*shape, b, 1, 1, 1), generator=generator, device=means.device)
-            pick = pick.expand(*shape, b, m, 1, y)
+            place = torch.rand((*shape, b, 1, 1), generator=generator, device=means.device, dtype=means.dtype)
+            passed = place > self.weight[..., 0].cumsum(-1)[..., :-1]  # but for the last, which is up to 1
+            pick = passed.sum(-1, keepdim=True)[..., None].expand(*shape, b, m, 1, y)
             mean, std = (t.expand(*shape, b, m, k, y).gather(-2, pick).squeeze(-2) for t in (means, stds))
             noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
             return mean + std * noise

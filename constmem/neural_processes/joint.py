@@ -16,7 +16,7 @@ from torch.distributions import Distribution
 
 from constmem.core import checks
 from constmem.neural_processes.base import NeuralProcess
-from constmem.neural_processes.heads import SampleMixture, logmeanexp
+from constmem.neural_processes.heads import SampleMixture
 from constmem.neural_processes.points import S
 
 
@@ -92,6 +92,6 @@ def _draw(predicted: Distribution, generator: torch.Generator | None) -> Float[T
 
 def _log_prob(predicted: Distribution, y: Float[Tensor, "b m y"]) -> Float[Tensor, " b"]:
     if isinstance(predicted, SampleMixture):  # one component for the whole block
-        return logmeanexp(predicted.components.log_prob(y[..., None, :]).sum((1, 3)))
+        return predicted.joint_log_prob(y)
     out: Tensor = predicted.log_prob(y).sum((1, 2))
     return out

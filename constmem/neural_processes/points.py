@@ -3,7 +3,7 @@
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Generic
+from typing import Any, Generic
 
 import torch
 from jaxtyping import Float
@@ -61,21 +61,19 @@ def mean_of_real(numbers: Float[Tensor, "b n"], mask: Tensor | None) -> Float[Te
     return torch.where(mask, numbers, 0.0).sum() / mask.sum().clamp_min(1)
 
 
-def filled(parts: Iterator[tuple[Tensor, Tensor]], m: int) -> tuple[Tensor, Tensor]:
+def filled(parts: Iterator[tuple[Tensor, ...]], m: int) -> tuple[Tensor, ...]:
     """The parts as one; without gradients they are written into place as they come, and held once."""
     if torch.is_grad_enabled():
-        means, stds = zip(*parts, strict=True)
-        return torch.cat(means, 1), torch.cat(stds, 1)
-    mean = std = torch.empty(0)
+        return tuple(torch.cat(each, 1) for each in zip(*parts, strict=True))
+    whole: tuple[Tensor, ...] = ()
     start = 0
-    for part_mean, part_std in parts:
-        if start == 0:
-            b, _, *rest = part_mean.shape
-            mean, std = part_mean.new_empty(b, m, *rest), part_std.new_empty(b, m, *rest)
-        stop = start + part_mean.shape[1]
-        mean[:, start:stop], std[:, start:stop] = part_mean, part_std
+    for part in parts:
+        whole = whole or tuple(t.new_empty(t.shape[0], m, *t.shape[2:]) for t in part)
+        stop = start + part[0].shape[1]
+        for place, t in zip(whole, part, strict=True):
+            place[:, start:stop] = t
         start = stop
-    return mean, std
+    return whole
 
 
 def batch_of(memory: Tensor | tuple[Any, ...]) -> int:
@@ -123,7 +121,7 @@ def streamed(parts: Iterable[S], initial: S | None) -> S:
 class PointModel(Model, Generic[S]):
     """A model of points with `dim_x` channels in and `dim_y` out, that remembers them in states of type S."""
 
-    state_type: ClassVar[type[Monoid]] = AttentionState
+    state_type: type[Monoid] = AttentionState
 
     def __init__(self, *, dim_x: int, dim_y: int) -> None:
         super().__init__()

@@ -117,7 +117,7 @@ class StoredPoints(Monoid):
 class StoringProcess(NeuralProcess[StoredPoints, M]):
     """A neural process that remembers all its data, and works them through when it is asked."""
 
-    state_type: ClassVar[type[Monoid]] = StoredPoints
+    state_type = StoredPoints
 
     def empty(self, batch: int = 1) -> StoredPoints:
         nothing = self._where.new_zeros

@@ -96,7 +96,7 @@ class LevelProcess(TokenProcess[S, M]):
         depth = self.config["depth"]
         self.cross = nn.ModuleList(self._cross() for _ in range(depth))
         self.feed = nn.ModuleList(self._feed() for _ in range(depth))
-        self.head = Gaussian(**self._set("dim", "hidden", "std"), dim_y=self.dim_y)
+        self.head: nn.Module = Gaussian(**self._set("dim", "hidden", "std"), dim_y=self.dim_y)
 
     def _decode_levels(
         self,
@@ -105,10 +105,18 @@ class LevelProcess(TokenProcess[S, M]):
         mask: Bool[Tensor, "b n"] | None = None,
     ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
         """Predictions at targets that attend to every level, and never see each other."""
-        tokens = self.embed_target(xt.to(self.dtype))
+        return self.head(self._attended(self.embed_target(xt.to(self.dtype)), levels, mask))  # type: ignore[no-any-return]
+
+    def _attended(
+        self,
+        tokens: Float[Tensor, "b m d"],
+        levels: Iterable[Float[Tensor, "b n d"]],
+        mask: Bool[Tensor, "b n"] | None = None,
+    ) -> Float[Tensor, "b m d"]:
+        """The tokens of targets after every level."""
         for level, attend_to, forward in zip(levels, self.cross, self.feed, strict=True):
             tokens = forward(attend_to(tokens, level, mask))
-        return self.head(tokens)  # type: ignore[no-any-return]
+        return tokens
 
 
 class LBANP(LevelProcess[StoredPoints, Tensor], StoringProcess[Tensor]):
@@ -191,7 +199,7 @@ class TNPD(TokenProcess[StoredPoints, Levels], StoringProcess[Levels]):
         super().__init__(**settings)
         dim, num_heads, hidden = (self.config[key] for key in ("dim", "num_heads", "hidden"))
         self.layers = nn.ModuleList(_Layer(dim, num_heads, hidden) for _ in range(self.config["depth"]))
-        self.head = Gaussian(**self._set("dim", "hidden", "std"), dim_y=self.dim_y, norm=False)
+        self.head: nn.Module = Gaussian(**self._set("dim", "hidden", "std"), dim_y=self.dim_y, norm=False)
 
     def needs(self, *, learning: bool) -> Needs:
         """`depth` levels and, in the last layer, a feed-forward; while learning, nine vectors a layer."""

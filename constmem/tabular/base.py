@@ -2,23 +2,29 @@
 # ruff: noqa: N803 - X is scikit-learn's name
 
 import inspect
+import json
 import os
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
+from torch import Tensor
 
-from constmem.tabular import saving
+from constmem.core.files import read_tensors, write_tensors
 from constmem.tabular.answers import Answer, Weights
-from constmem.tabular.features import SIZE
+from constmem.tabular.columns import Columns
+from constmem.tabular.features import SIZE, Features
 from constmem.tabular.forgetting import Forgetting
-from constmem.tabular.frames import Frame
+from constmem.tabular.frames import MOMENT, Frame
 from constmem.tabular.inputs import frame_of
 from constmem.tabular.learner import Learner
 
 _NAMES = ("feature_names_in_", "target_names_")
+KIND = "constmem.tabular"
+VERSION = 1
 
 
 class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
@@ -138,7 +144,7 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
             "class": type(self).__name__, "params": params, "forget": params["forget"],
             "features": self.n_features_in_, "names": names, **self._about(),
         }  # fmt: skip
-        saving.save(self.learner_, path, about)
+        save(self.learner_, path, about)
 
     def _about(self) -> dict[str, Any]:
         return {}
@@ -146,7 +152,7 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Any:
         """Read an estimator that `save` wrote."""
-        learner, about = saving.load(path)
+        learner, about = load(path)
         if about.get("class") != cls.__name__:
             raise ValueError(f"{path} holds a {about.get('class')}, not a {cls.__name__}: load it as such")
         known = inspect.signature(cls.__init__).parameters
@@ -159,3 +165,64 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
 
     def _restore(self, about: dict[str, Any]) -> None:
         pass
+
+
+def save(learner: Learner, path: str | os.PathLike[str], about: dict[str, Any]) -> None:
+    """Write a learner, atomically, and what else `load` shall give back."""
+    memory, columns, rows = learner.memory, learner.columns, learner.warm_up_rows
+    given = {
+        "discrete": learner.discrete,
+        "warmup": learner.warmup,
+        "size": learner.size,
+        "seed": learner.seed,
+    }
+    header: dict[str, Any] = {"about": about, "learner": given, "columns": None, "rows": None}
+    tensors: dict[str, Tensor] = {}
+    if columns is not None and memory is not None:
+        header["columns"] = columns.text()
+        tensors |= {f"features.{name}": tensor for name, tensor in memory.features.tensors().items()}
+        tensors |= {f"memory.{name}": tensor for name, tensor in memory.tensors().items()}
+        tensors |= {"center": torch.from_numpy(learner.center), "scale": torch.from_numpy(learner.scale)}
+    elif rows is not None:
+        frame, y = rows
+        others = {i: column.astype(np.int64).tolist() if column.dtype.kind == "M" else column.tolist()
+                  for i, column in frame.others.items()}  # fmt: skip
+        header["rows"] = {"names": frame.names, "kinds": frame.kinds, "others": others}
+        tensors |= {"rows.values": torch.from_numpy(frame.values), "rows.y": torch.from_numpy(y)}
+    words = {"format": KIND, "version": str(VERSION), "content": json.dumps(header)}
+    write_tensors(path, tensors, words)
+
+
+def load(path: str | os.PathLike[str]) -> tuple[Learner, dict[str, Any]]:
+    """Read what `save` wrote: the learner, and what was given beside it."""
+    tensors, words = read_tensors(path, kind=KIND, version=VERSION)
+    try:
+        header = json.loads(words["content"])
+        learner = _learner(header, tensors)
+    except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): fit the estimator and save it again") from error
+    return learner, header["about"]
+
+
+def _learner(header: dict[str, Any], tensors: dict[str, Tensor]) -> Learner:
+    learner = Learner(**header["learner"], forgetting=Forgetting.of(header["about"]["forget"]))
+    if header["columns"] is not None:
+        features = Features.of(_part(tensors, "features."))
+        center, scale = (tensors[name].numpy().copy() for name in ("center", "scale"))
+        learner.start(Columns.of(header["columns"]), features, center, scale)
+        assert learner.memory is not None
+        learner.memory.restore(_part(tensors, "memory."))
+    elif header["rows"] is not None:
+        about = header["rows"]
+        others = {int(i): np.array([*column, None], object)[:-1] for i, column in about["others"].items()}
+        for i, column in others.items():
+            if about["kinds"][i] == "date":
+                others[i] = column.astype(np.int64).astype(MOMENT)
+        names = None if about["names"] is None else tuple(about["names"])
+        frame = Frame(names, tuple(about["kinds"]), tensors["rows.values"].numpy().copy(), others)
+        learner.learn(frame, tensors["rows.y"].numpy().copy())
+    return learner
+
+
+def _part(tensors: dict[str, Tensor], start: str) -> dict[str, Tensor]:
+    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from constmem.tabular.base import load
 from constmem.tabular.estimators import StreamingClassifier, StreamingRegressor
 from constmem.tabular.files import Chunk, TableFile, table_file
 from constmem.tabular.frames import Kind, missing
-from constmem.tabular.saving import load
 from constmem.tabular.writing import free, writing
 
 Estimator = StreamingRegressor | StreamingClassifier

@@ -65,10 +65,9 @@ class PointRecipe(Recipe):
         sampling: "reference" (one context size a batch) or "static" (one for each task, by masks).
         max_points: context and target points of a task together, by the reference protocol.
         num_targets: targets of a task under static sampling.
-        skew: how strongly static sampling prefers small contexts (1: uniform; 2: as often as the
-            evaluation asks for targets there).
-        augment: what is done to training images: "mirror" (left and right) or "turn" (any of the eight
-            symmetries of the square), each to half of them.
+        skew: how static sampling prefers small contexts (1: uniform; 2: as often as in the evaluation).
+        augment: half of training images: "mirror" (left and right) or "turn" (any symmetry of the square).
+        matern: share of Gaussian-process tasks whose kernel is Matern 5/2; the protocol's are all RBF.
         jitter: of a table of one's own, noise on its inputs in training, in standard deviations.
     """
 
@@ -77,6 +76,7 @@ class PointRecipe(Recipe):
     num_targets: int = _of("images", "table", default=200)
     skew: float = _of("images", "table", default=1.0)
     augment: Literal["none", "mirror", "turn"] = _of("images", default="none")
+    matern: float = _of("gp", default=0.0)
     jitter: float = _of("table", default=0.0)
 
 
@@ -151,8 +151,7 @@ def _points(dataset: str, model: str, name: str) -> PointRecipe:
 def _architecture(dataset: str, model: str) -> dict[str, Any]:
     """What the paper sets apart for a data set: depths of the CNP family, the kind of deviation.
 
-    Runs of CANP, ANP and BANP say that they have no ReLU too many: those that do not say it had one, and are
-    neither resumed without it nor taken for seeds of those without.
+    Runs of CANP, ANP and BANP say that they have no ReLU too many: the others are not resumed without it.
     """
     if model in CNP_FAMILY:
         family = next(key for key in _DEPTHS if dataset.startswith(key))
@@ -259,6 +258,8 @@ def _require_sound(recipe: Recipe) -> None:
     for key, value in numbers.items():
         if key in ("steps", "batch", "validate_every", "max_points", "num_targets"):
             good, wanted = value >= 1, "1 or more"
+        elif key == "matern":
+            good, wanted = 0 <= value <= 1, "from 0 to 1"
         elif key == "reads":
             good, wanted = 0 < value <= 1, "above 0 and at most 1"
         elif key in ("lr", "skew"):

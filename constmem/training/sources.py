@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -196,21 +196,33 @@ def _event_source(
 
 
 def _gp(recipe: PointRecipe, device: torch.device) -> Source[Task]:
-    def sample(generator: torch.Generator) -> Task:
+    matern = round(recipe.matern * recipe.batch)
+    sizes: list[tuple[data.Kernel, int]] = [("rbf", recipe.batch - matern), ("matern", matern)]
+
+    def drawn(kernel: data.Kernel, size: int, generator: torch.Generator) -> Task:
         if recipe.sampling == "reference":
-            return data.gp_tasks(recipe.batch, generator=generator, padded=device.type == "cuda")[0]
-        return data.static_gp_tasks(recipe.batch, generator=generator, fill_targets=True)[0]
+            padded = device.type == "cuda"
+            return data.gp_tasks(size, kernel=kernel, generator=generator, padded=padded)[0]
+        return data.static_gp_tasks(size, kernel=kernel, generator=generator, fill_targets=True)[0]
 
-    def fixed(kernel: data.Kernel, seed: int, batches: int) -> Callable[[], Iterator[Task]]:
-        def tasks() -> Iterator[Task]:
-            for task, process in data.gp_evaluation_tasks(kernel=kernel, seed=seed, num_batches=batches):
-                yield replace(task, exact=process.log_likelihood(task)).to(device)
+    def sample(generator: torch.Generator) -> Task:
+        return Task.stack([drawn(kernel, size, generator) for kernel, size in sizes if size])
 
-        return tasks
+    def tasks(kernel: data.Kernel, seed: int, batches: int) -> Iterator[Task]:
+        for task, process in data.gp_evaluation_tasks(kernel=kernel, seed=seed, num_batches=batches):
+            yield replace(task, exact=process.log_likelihood(task)).to(device)
 
-    tests = {kernel: fixed(kernel, 0, 3000) for kernel in ("rbf", "matern", "periodic")}
+    def validation() -> Iterator[Task]:
+        for kernel, size in sizes:
+            if size:
+                yield from tasks(kernel, 1, 200 * size // recipe.batch)
+
+    tests: dict[str, Callable[[], Iterator[Task]]]
+    tests = {kernel: partial(tasks, kernel, 0, 3000) for kernel in get_args(data.Kernel)}
     statement = "Gaussian processes drawn from the protocol's prior"
-    return Source(sample, fixed("rbf", 1, 200), tests, statement, _task_loss, _task_score)
+    if matern:
+        statement += f", {matern} of {recipe.batch} in training with a Matern kernel"
+    return Source(sample, validation, tests, statement, _task_loss, _task_score)
 
 
 def _images(dataset: str, recipe: PointRecipe, data_dir: Path | None, device: torch.device) -> Source[Task]:

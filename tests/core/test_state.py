@@ -829,11 +829,10 @@ def plain(dtype: torch.dtype = torch.float64, b: int = B) -> tuple[Tensor, ...]:
 
 @pytest.mark.compiles
 @both_ways
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_the_algebra_compiles(function: Function, backend: str) -> None:
+def test_the_algebra_compiles(function: Function) -> None:
     arguments = plain()
     torch._dynamo.reset()
-    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
     for found, expected in zip(compiled(*arguments), function(*arguments), strict=True):
         torch.testing.assert_close(found, expected)
 

@@ -5,19 +5,21 @@ import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.distributions import Normal
 
+from constmem import data as data_sets
 from constmem.data import Kernel, Task, gp_evaluation_tasks
 from constmem.evaluation.points import AT_ONCE, crps_of, evaluate, pit_values
 from constmem.neural_processes import CMANP, MODELS
 from constmem.neural_processes.heads import SampleMixture
-from constmem.training.recipes import recipe
+from constmem.training.recipes import changed, recipe
 from constmem.training.sources import open_source
-from tests.laws.models import data, small
+from tests.laws.models import POINT_MODELS, data, small
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,13 +52,17 @@ def test_crps_of_a_mixture_is_the_integral_it_is_defined_by() -> None:
             torch.tensor(random.normal(size=(1, 1, k, 1))),
             torch.tensor(random.uniform(0.05, 1, (1, 1, k, 1))),
         )
-        mixture, y = SampleMixture(mean, std), torch.tensor([[[0.4]]], dtype=torch.float64)
-        z = torch.linspace(-12, 12, 200_001, dtype=torch.float64)
-        off = mixture.cdf(z[None, :, None]).squeeze() - (z >= y.squeeze()).double()
-        assert float(crps_of(mixture, y)) == pytest.approx(float(torch.trapezoid(off**2, z)), abs=1e-4)
+        uneven = torch.tensor(random.normal(size=(1, 1, k))).log_softmax(-1)
+        y, z = (
+            torch.tensor([[[0.4]]], dtype=torch.float64),
+            torch.linspace(-12, 12, 200_001, dtype=torch.float64),
+        )
+        for mixture in (SampleMixture(mean, std), SampleMixture(mean, std, uneven)):
+            off = mixture.cdf(z[None, :, None]).squeeze() - (z >= y.squeeze()).double()
+            assert float(crps_of(mixture, y)) == pytest.approx(float(torch.trapezoid(off**2, z)), abs=1e-4)
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", list(POINT_MODELS))
 def test_batches_scored_together_score_as_they_do_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tasks = small(name), []
     for i, (n, m) in enumerate(((5, 3), (9, 7), (5, 7), (2, 1))):
@@ -75,6 +81,25 @@ def test_batches_scored_together_score_as_they_do_alone(name: str, monkeypatch: 
     for key, value in vars(alone).items():
         assert getattr(together, key) == pytest.approx(value, abs=1e-9), key
     torch.testing.assert_close(pit_values(model, tasks), alone_pits, atol=1e-9, rtol=0)
+
+
+def test_a_share_of_the_functions_trained_and_validated_on_may_be_rougher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn: list[tuple[str, int]] = []
+    for name in ("static_gp_tasks", "gp_evaluation_tasks"):
+        plain = getattr(data_sets, name)
+
+        def noted(*size: int, kernel: Kernel, plain: Any = plain, **more: Any) -> Any:
+            drawn.append((kernel, *(size or (more["num_batches"],))))
+            return plain(*size, kernel=kernel, **more)
+
+        monkeypatch.setattr(data_sets, name, noted)
+    settings = changed(recipe("gp", "cmanp-moments"), ["matern=0.25", "batch=8"], kind="gp")
+    source = open_source("gp", settings, data_dir=None, device=torch.device("cpu"))
+    assert source.sample(torch.Generator().manual_seed(0)).batch == 8
+    assert len(list(source.validation())) == 200
+    assert drawn == [("rbf", 6), ("matern", 2), ("rbf", 150), ("matern", 50)]
 
 
 def test_gaussian_processes_are_scored_beside_their_exact_posterior(monkeypatch: pytest.MonkeyPatch) -> None:

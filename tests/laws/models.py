@@ -8,16 +8,18 @@ from torch.distributions import Distribution
 
 from constmem import Events
 from constmem.core.registry import CNP_FAMILY, PLAIN_CMHP
-from constmem.neural_processes import MODELS as POINT_MODELS
+from constmem.neural_processes import MODELS
 from constmem.point_processes import MODELS as EVENT_MODELS
 
+POINT_MODELS = (*MODELS, "cmanp-moments")
 MIXTURES = ("np", "anp", "bnp", "banp")
 POOLED = ("cnp", "np")
 CONSTANT = (
     "cmanp",
+    "cmanp-moments",
     *POOLED,
 )  # of constant memory: points may have weights
-STORED = [name for name in POINT_MODELS if name not in CONSTANT]
+STORED = [name for name in MODELS if name not in CONSTANT]
 KINDS = (*EVENT_MODELS, "cmhp-faithful")
 MARKS = 3
 
@@ -42,7 +44,8 @@ def fresh(kind: str, **more: Any) -> Any:
     settings |= {"num_samples": 5} if name in MIXTURES else {}
     settings |= {"dim_latent": 7} if name in ("np", "anp") else {}
     settings |= {"num_latents": 6} if name in ("lbanp", "cmanp") else {}
-    return POINT_MODELS[name](**settings | more)
+    settings |= {"moments": 12, "experts": 3} if variant == "moments" else {}
+    return MODELS[name](**settings | more)
 
 
 def moved(model: Any) -> Any:

@@ -8,32 +8,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from constmem.neural_processes import MODELS, NeuralProcess, Scales, StoredPoints
+from constmem.neural_processes import NeuralProcess, Scales, StoredPoints
 from constmem.neural_processes.joint import joint_log_prob, sample_jointly
 from constmem.neural_processes.stored import StoringProcess
 from tests.conftest import Refuses
-from tests.laws.models import data, ragged, small
+from tests.laws.models import POINT_MODELS, data, ragged, small
 
 BLOCKS = (1, 2, 4, 6, 9)  # of six targets
 NOISE = 0.5
 
 
-@pytest.fixture(params=list(MODELS))
+@pytest.fixture(params=POINT_MODELS)
 def model(request: pytest.FixtureRequest) -> Any:
     return small(request.param).requires_grad_(False)
 
 
 def log_density(predicted: Any, y: Tensor) -> np.ndarray:
-    """Of the points of a block together, by numpy: of a mixture, given each component, then the mean."""
+    """Of the points of a block together, by numpy: of a mixture, given each component, by their weights."""
     parts = getattr(predicted, "components", predicted)
     mean, std = (t.numpy() for t in (parts.mean, parts.stddev))
     value = y.numpy() if mean.ndim == 3 else y.numpy()[:, :, None]
     terms = -0.5 * ((value - mean) / std) ** 2 - np.log(std) - 0.5 * log(2 * pi)
     if mean.ndim == 3:
         return terms.sum((1, 2))
-    each = terms.sum((1, 3))
-    peak = each.max(-1, keepdims=True)
-    return peak[:, 0] + np.log(np.exp(each - peak).mean(-1))
+    return np.logaddexp.reduce(terms.sum((1, 3)) + predicted.log_weight[:, 0].numpy(), axis=-1)
 
 
 def by_hand(model: NeuralProcess, x: Tensor, y: Tensor, xt: Tensor, yt: Tensor, block: int) -> np.ndarray:
@@ -82,15 +80,19 @@ def drawn_by_hand(
     ys = torch.zeros(samples * b, 0, model.dim_y, dtype=torch.float64)
     for i in range(0, xt.shape[1], block):
         here = xt[:, i : i + block]
-        parts = []
+        parts, mixtures = [], []
         for k in range(samples * b):
             task = slice(k % b, k % b + 1)
             seen = torch.cat([x[task], xt[task, :i]], 1), torch.cat([y[task], ys[k : k + 1]], 1)
             predicted: Any = model.query(model.condition(*seen), here[task])
+            mixtures.append(predicted)
             parts.append(getattr(predicted, "components", predicted))
         means, stds = torch.cat([p.mean for p in parts]), torch.cat([p.stddev for p in parts])
         if means.ndim == 4:  # one component for a block of a task
-            pick = torch.randint(means.shape[2], (samples * b, 1, 1, 1), generator=random).flatten()
+            weights = torch.cat([p.log_weight[:, 0].exp() for p in mixtures])
+            place = torch.rand(samples * b, 1, 1, generator=random, dtype=means.dtype).flatten()
+            edges = zip(weights.cumsum(1)[:, :-1], place, strict=True)
+            pick = torch.tensor([sum(bool(p > edge) for edge in row) for row, p in edges])
             rows = torch.arange(samples * b)
             means, stds = means[rows, :, pick], stds[rows, :, pick]
         ys = torch.cat([ys, means + stds * torch.randn(means.shape, generator=random, dtype=means.dtype)], 1)

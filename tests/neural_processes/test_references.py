@@ -23,25 +23,35 @@ def numpy_normal(y: Any, mean: Any, std: Any) -> Any:
     return -0.5 * ((y - mean) / std) ** 2 - np.log(std) - 0.5 * log(2 * pi)
 
 
-def test_the_log_probability_of_a_mixture_is_the_slow_one() -> None:
+@pytest.mark.parametrize("even", [True, False])
+def test_the_log_probability_of_a_mixture_is_the_slow_one(even: bool) -> None:
     means, y = 3 * torch.randn(2, 3, 4, 2).double(), torch.randn(2, 3, 2).double()
     stds = torch.rand(2, 3, 4, 2).double() + 0.01
-    mixture = SampleMixture(means, stds)
+    weight = torch.full((2, 4), 0.25).double() if even else torch.rand(2, 4).double().softmax(-1)
+    mixture = SampleMixture(means, stds, None if even else weight.log()[:, None].expand(2, 3, 4))
     found = mixture.log_prob(y)
     assert found.shape == (2, 3, 1)
+    whole = mixture.joint_log_prob(y)
+    for i in range(2):
+        slow = [
+            numpy_normal(*(t[i].numpy() for t in (y[:, :, None], means, stds)))[:, k].sum() for k in range(4)
+        ]
+        assert float(whole[i]) == pytest.approx(np.logaddexp.reduce(np.array(slow) + weight[i].log().numpy()))
     for i, j in np.ndindex(2, 3):
         arguments = (t[i, j].numpy() for t in (y[:, :, None], means, stds))
         terms = numpy_normal(*arguments).sum(-1)
-        slow = terms.max() + log(np.exp(terms - terms.max()).mean())
+        slow = terms.max() + log((weight[i].numpy() * np.exp(terms - terms.max())).sum())
         assert abs(float(found[i, j, 0]) - slow) < 1e-9 * (1 + abs(slow))
-    second = (stds**2 + means**2).mean(2)
-    torch.testing.assert_close(mixture.mean, means.mean(2))
-    torch.testing.assert_close(mixture.variance, second - means.mean(2) ** 2)
+    mean, second = (torch.einsum("bk,bmky->bmy", weight, t) for t in (means, stds**2 + means**2))
+    torch.testing.assert_close(mixture.mean, mean)
+    torch.testing.assert_close(mixture.variance, second - mean**2)
 
 
-def test_samples_of_a_mixture_follow_it_and_belong_together() -> None:
+@pytest.mark.parametrize("weight", [(0.5, 0.5), (0.2, 0.8), (1.0, 0.0)])
+def test_samples_of_a_mixture_follow_it_and_belong_together(weight: tuple[float, float]) -> None:
     means = torch.tensor([-5.0, 5.0])[None, None, :, None].expand(1, 3, 2, 2)
-    mixture = SampleMixture(means, torch.full((1, 3, 2, 2), 0.5))
+    log_weight = None if weight == (0.5, 0.5) else torch.tensor(weight).log().expand(1, 3, 2)
+    mixture = SampleMixture(means, torch.full((1, 3, 2, 2), 0.5), log_weight)
     samples = mixture.sample((4000,), generator=torch.Generator().manual_seed(0))
     assert samples.shape == (4000, 1, 3, 2)
     torch.testing.assert_close(samples.mean(0), mixture.mean, atol=0.3, rtol=0)

@@ -49,8 +49,9 @@ def kept(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     return tensors | {f"best.{name}": tensor for name, tensor in best.items()}, header
 
 
-@pytest.mark.parametrize("optimiser", ["muon", "adam"])
-@pytest.mark.parametrize("model", ["cmanp", "np", "bnp", "lbanp", "tnpd"])  # two of which draw samples
+@pytest.mark.parametrize(  # the last two draw samples, and one of them stores its data
+    ("model", "optimiser"), [("cmanp", "muon"), ("cmanp", "adam"), ("np", "adam"), ("bnp", "muon")]
+)
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     tmp_path: Path, model: str, optimiser: str
 ) -> None:
@@ -70,7 +71,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
 
 
 def test_training_changes_the_weights_and_lowers_the_loss(tmp_path: Path) -> None:
-    run = small_run("steps=150", "lr=0.005")
+    run = small_run("steps=60", "lr=0.005")
     train.train(run, out=tmp_path)
     entries = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     losses = [entry["loss"] for entry in entries if "loss" in entry]
@@ -315,6 +316,7 @@ def test_the_rate_warms_up_and_falls_to_zero() -> None:
         ("lr=-0.1", "lr is -0.1, but must be above 0"),
         ("lr=nan", "lr is nan, but must be above 0"),
         ("warmup=-1", "warmup is -1, but must be 0 or more"),
+        ("matern=1.5", "matern is 1.5, but must be from 0 to 1"),
         ("jitter=inf", "jitter is inf, but must be 0 or more, and finite"),
     ],
 )
@@ -363,8 +365,8 @@ def test_an_unknown_model_setting_is_an_error(tmp_path: Path) -> None:
         ("cnp-small", "there is no 'cnp-small': cnp has no variants; use cnp itself"),
         ("lbanp-matched", "there is no 'lbanp-matched': lbanp has no variants; use lbanp itself"),
         ("cmanp-smal", "there is no variant of cmanp 'smal': did you mean 'small'"),
-        ("cmanp-other", "there is no variant of cmanp 'other': there are tiny, small, matched$"),
-        ("cmanp-", "there is no variant of cmanp '': there are tiny, small, matched$"),
+        ("cmanp-other", "there is no variant of cmanp 'other': there are tiny, small, matched, moments$"),
+        ("cmanp-", "there is no variant of cmanp '': there are tiny, small, matched, moments$"),
     ],
 )
 def test_a_variant_that_a_model_does_not_have_is_refused_with_those_it_has(model: str, told: str) -> None:
@@ -397,12 +399,16 @@ def test_the_matched_cmanp_has_as_many_parameters_as_lbanp_within_one_in_a_hundr
 
 
 def test_every_data_set_has_both_recipes_for_every_model() -> None:
+    built = set()
     for dataset in DATASETS.values():
         for model, entry in MODELS.items():
             for name in recipes.NAMES if entry.of_events == dataset.of_events else ():
                 chosen = recipe(dataset.name, model, name)
                 assert isinstance(chosen, EventRecipe if entry.of_events else PointRecipe)
-                assert train.build(Run(dataset.name, model, name, chosen)).name == model
+                sizes = model, str(chosen.model), dataset.dim_y, dataset.num_marks
+                if sizes not in built:
+                    built.add(sizes)
+                    assert train.build(Run(dataset.name, model, name, chosen)).name == model
 
 
 def test_progress_tells_the_rate_since_the_first_report_and_the_time_left(
