@@ -4,7 +4,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PROJECT := pyproject.toml constraints.txt
 QUICK := not slow and not gpu and not wheel
-SHAPED := tests/core tests/neural_processes tests/point_processes tests/laws tests/test_stream.py
+SHAPED := tests/core tests/neural_processes tests/point_processes tests/laws tests/streams \
+	--ignore=tests/laws/test_points.py --ignore=tests/core/test_memory.py --ignore=tests/core/test_preparation.py
 
 .PHONY: demo test check bench wheel-test clean
 

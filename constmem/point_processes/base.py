@@ -23,6 +23,7 @@ from constmem.point_processes.padding import NOTHING, Given, moments
 from constmem.point_processes.states import EventState
 
 S = TypeVar("S", bound=EventState, default=EventState)
+Scanned = tuple[Float[Tensor, "b t f"], dict[str, Tensor]]  # what is known before events; what is remembered
 Moments = Real[Tensor, "*b"] | Given  # a time, or one for each stream
 POSITIONS = 4096  # of a batch that are read at once, and on a GPU as many as it has MiB, up to:
 MANY = 65_536  # less than half a MiB each, while a CMHP of the default size is trained
@@ -42,9 +43,7 @@ class PointProcess(EventModel, Generic[S]):
         """The memory after some more events."""
 
     @abstractmethod
-    def _scan(
-        self, state: S, chunk: Chunk, wanted: Bool[Tensor, "b t"] | None
-    ) -> tuple[Float[Tensor, "b t f"], dict[str, Tensor]]:
+    def _scan(self, state: S, chunk: Chunk, wanted: Bool[Tensor, "b t"] | None) -> Scanned:
         """What is known before each event of a chunk, and the memory after all of them.
 
         Args:
