@@ -142,7 +142,8 @@ def reproduction() -> str:
 
 def compared() -> str:
     """What was tried to make models that read through latents learn faces faster."""
-    lines = ["| CelebA 32x32 | changed | steps | by batch | by point | minutes |", "|---|---|---|---|---|---|"]
+    head = "| CelebA 32x32 | changed | steps | by batch | by point | minutes |"
+    lines = [head, "|---|---|---|---|---|---|"]
     for row in rows("celeba32-compared"):
         score = row["scores"]["test"]
         lines.append(
