@@ -2,8 +2,7 @@
 
 import difflib
 from collections.abc import Mapping, Set
-from itertools import chain
-from math import isfinite, sqrt
+from math import isfinite, isnan, sqrt
 from typing import Any
 
 import numpy as np
@@ -53,8 +52,8 @@ def largest(dtype: torch.dtype) -> float:
 def _fits(tensor: Tensor, limit: float) -> bool:
     """Whether surely no number is beyond the limit: a few are looked at one by one, outside of PyTorch."""
     if tensor.numel() <= FEW:
-        every = chain.from_iterable(chain.from_iterable(tensor.tolist()))
-        return all(-limit <= v <= limit for v in every)  # on a GPU, too: copied in the time a sum would be
+        every = tensor.reshape(-1).tolist()  # on a GPU, too: copied in the time a sum would be
+        return not every or (-limit <= min(every) and max(every) <= limit and not any(map(isnan, every)))
     wide = torch.promote_types(tensor.dtype, torch.float32)
     return bool(_squares(tensor).item() <= min(limit * limit, torch.finfo(wide).max))  # limit**2 may overflow
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -14,6 +15,8 @@ from uuid import uuid4
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as _to_bytes
 from torch import Tensor
+
+from constmem.core import checks
 
 try:
     import fcntl
@@ -205,3 +208,20 @@ def _require_whole(path: Path, header: dict[str, str], known: str | None, kind: 
             f"{path} is damaged: its checksum is not that of what it holds; take a copy of it, or write the "
             f"{kind} again"
         )
+
+
+def require_sound(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse weights that are not finite, and settings far beyond them, before anything is built by those."""
+    if (bad := checks.first_not_finite(tensors)) is not None:
+        raise ValueError(
+            f"the weights beside {path} are damaged: {bad} holds NaN or infinity; save them again"
+        )
+    widest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
+    limits = {"seed": 2**64, "num_samples": 2**16, "num_train_samples": 2**16}
+    for name, value in config.items():
+        limit = limits.get(name, len(tensors) if name.endswith("depth") else max(widest, 512))
+        if isinstance(value, int | float) and not -limit <= value <= limit:
+            raise ValueError(
+                f"{path} is damaged: {name} is {value}, far beyond what the weights beside it can "
+                "be of; save the model again"
+            )

@@ -89,10 +89,11 @@ class PointProcess(EventModel, Generic[S]):
 
     def condition(self, events: Events, *, initial: S | None = None, chunk: int = 4096) -> S:
         """The state after these events (and those that `initial` has seen); the chunk changes nothing."""
-        state = self._begin(events, initial)
-        for part in pieces(events, state.last_time, chunk):
-            state = state.moved(part, self._observe(state, part))
-        return self._claimed(state)
+        with self._look():
+            state = self._begin(events, initial)
+            for part in pieces(events, state.last_time, chunk):
+                state = state.moved(part, self._observe(state, part))
+            return self._claimed(state)
 
     def update(
         self,
@@ -110,13 +111,14 @@ class PointProcess(EventModel, Generic[S]):
             marks: -1 (or None for all) where unknown.
             mask: True = real; where a stream has fewer events than others, the missing ones come last.
         """
-        self._require_own(state)
-        for part in streamed(state.last_time, times, marks, mask, self.num_marks, chunk):
-            if not self._looked:
-                self._look_at(part.gaps)
-            state = state.moved(part, self._observe(state, part))
-        self._require_near(state.start, state.last_time)
-        return self._claimed(state)
+        with self._look():
+            self._require_own(state)
+            for part in streamed(state.last_time, times, marks, mask, self.num_marks, chunk):
+                if not self._looked:
+                    self._look_at(part.gaps)
+                state = state.moved(part, self._observe(state, part))
+            self._require_near(state.start, state.last_time)
+            return self._claimed(state)
 
     def query(self, state: S) -> Prediction:
         """The next event of each stream."""
@@ -210,9 +212,8 @@ class PointProcess(EventModel, Generic[S]):
         )
 
     def _claimed(self, state: S) -> S:
-        """The state signed by these weights if they have made all of it; one that is signed was checked."""
-        signed: S = self._signed(state) if state.fingerprint == UNSIGNED else state
-        return signed
+        """The state signed by these weights if they have made all of it."""
+        return self._signed(state) if state.fingerprint == UNSIGNED else state
 
     def _prediction(self, features: Tensor, last_time: Tensor) -> Prediction:
         return Prediction(self._gap(features), last_time, features, self.mark_head, self.scale)

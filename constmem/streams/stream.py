@@ -12,8 +12,8 @@ from torch import Tensor
 
 from constmem.core import checks
 from constmem.core.files import read_tensors, write_tensors
-from constmem.core.forgetting import Decay, Window, require_possible, restored, written
-from constmem.core.identity import Snapshot
+from constmem.core.monoid import Decay, Window, require_possible, restored, written
+from constmem.kernels import Snapshot
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
 
@@ -208,7 +208,7 @@ class Stream:
 
     def _read(self, held: _Held) -> Any:
         """What predictions need of what is held: as remembered, if nothing has changed since."""
-        weights = self.model.weights()
+        weights = self.model.reading_weights()
         reading = self._reading
         if reading is None or reading.held is not held or not reading.weights.holds(weights):
             state = _whole(held)
