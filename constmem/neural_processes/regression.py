@@ -11,7 +11,7 @@ from constmem.core import checks
 from constmem.core.moments import Moments
 
 SPACING = 0.9  # of the first frequencies, in radians: two harmonics repeat after 7, beyond inputs in [-2, 2]
-LENGTHS, AMPLITUDES, NOISE = (0.1, 0.8), (0.1, 1.0), 0.03  # of the functions that experts start with
+LENGTHS, AMPLITUDES, NOISE = (0.1, 0.8), (0.1, 1.0), 0.02  # of the functions that experts start with
 GOLDEN = 0.618034  # amplitudes of neighbours in length are spread by it
 FEWEST = -60.0  # logarithm of a variance that is as good as none
 AT_ONCE = 512  # targets whose variances are computed together
