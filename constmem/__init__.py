@@ -7,12 +7,13 @@ __version__ = "0.2.0.dev0"
 
 if TYPE_CHECKING:
     from constmem.core.block import CMAB, CMABStack
-    from constmem.core.forgetting import Decay, Window
+    from constmem.core.monoid import Decay, Window
     from constmem.core.state import AttentionState
     from constmem.neural_processes import CMANP, ConditioningError, NeuralProcess, Scales
     from constmem.point_processes import CMHP, PointProcess
     from constmem.point_processes.events import Events
-    from constmem.stream import Stream
+    from constmem.streams.pool import StreamPool, condition_groups
+    from constmem.streams.stream import Stream
     from constmem.tabular.estimators import StreamingClassifier, StreamingRegressor
 
 __all__ = [
@@ -28,9 +29,11 @@ __all__ = [
     "PointProcess",
     "Scales",
     "Stream",
+    "StreamPool",
     "StreamingClassifier",
     "StreamingRegressor",
     "Window",
+    "condition_groups",
 ]
 
 _HOMES = {
@@ -39,8 +42,9 @@ _HOMES = {
     "neural_processes": ("CMANP", "ConditioningError", "NeuralProcess", "Scales"),
     "point_processes": ("CMHP", "PointProcess"),
     "core.state": ("AttentionState",),
-    "core.forgetting": ("Decay", "Window"),
-    "stream": ("Stream",),
+    "core.monoid": ("Decay", "Window"),
+    "streams.pool": ("StreamPool", "condition_groups"),
+    "streams.stream": ("Stream",),
     "tabular.estimators": ("StreamingClassifier", "StreamingRegressor"),
 }
 

@@ -24,8 +24,8 @@ from constmem.data import (
     simulated,
 )
 from constmem.data.catalogue import DATASETS, title_of
+from constmem.evaluation import pit_values
 from constmem.evaluation.events import mark_confusion, rescaled_times
-from constmem.evaluation.points import pit_values
 from constmem.evaluation.runs import metrics_of, open_run
 from constmem.neural_processes import NeuralProcess
 from constmem.plots.curves import (
@@ -38,7 +38,7 @@ from constmem.plots.curves import (
 from constmem.plots.events import Timeline, confusion_picture, fit_picture, hazard_picture, sequence_picture
 from constmem.plots.images import Completion, completion_grid, model_grid
 from constmem.point_processes import PointProcess
-from constmem.stream import Stream
+from constmem.streams.stream import Stream
 from constmem.training.folder import own_data
 from constmem.training.sources import Source
 

@@ -9,10 +9,23 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from constmem.tabular import classes
-
+DOUBT = 0.3  # of the variance that indicators of equally frequent classes have
 BISECTIONS = 60
 TAILS = 8.0  # degrees of freedom of a number's distribution, at most
+
+
+def probabilities(
+    mean: Float[Tensor, "n k"], variance: Float[Tensor, "n k"], *, temperature: float = 1.0
+) -> Float[Tensor, "n k"]:
+    """Probabilities of classes, (n, k), from means and variances of their indicators.
+
+    A softmax over distances from one half in units of each answer's deviation: the logistic function that
+    is nearest to a normal distribution's. Indicators of classes that are easy to tell apart have next to no
+    noise in the rows seen; `DOUBT` keeps that from being taken for certainty.
+    """
+    k = mean.shape[-1]
+    spread = (variance + DOUBT * (k - 1) / k**2).clamp(min=torch.finfo(torch.float64).tiny).sqrt()
+    return torch.softmax((mean - 0.5) / (spread * temperature) * (8 / torch.pi) ** 0.5, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +61,7 @@ class Answer:
 
     def log_probability(self, y: Float[Tensor, "n k"]) -> Float[Tensor, " n"]:
         """Log probability of the classes that one-hot targets name."""
-        chances = classes.probabilities(self.mean, self.variance)
+        chances = probabilities(self.mean, self.variance)
         return (chances * y).sum(-1).clamp(min=1e-6).log()
 
 
@@ -111,6 +124,6 @@ def mixed_quantiles(
 
 def mixed_probabilities(answers: Sequence[Answer], weights: Weights) -> NDArray[np.float64]:
     """Probabilities of classes, (n, k)."""
-    chances = np.stack([classes.probabilities(a.mean, a.variance).numpy() for a in answers])
+    chances = np.stack([probabilities(a.mean, a.variance).numpy() for a in answers])
     mixture = np.einsum("h,hnk->nk", weights, chances)
     return np.asarray(mixture / mixture.sum(1, keepdims=True))

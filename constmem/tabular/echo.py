@@ -54,26 +54,33 @@ class Echo:
         """The answer to rows; none wait."""
         assert not len(recent)
         assert not len(y)
-        base = self.elder.base()
+        precisions, factor, white, weight = self._solved()
+        scaled = phi / precisions
+        across = torch.linalg.solve_triangular(factor, self._phi @ scaled.mT, upper=False)
+        leverage = (scaled * phi).sum(1) - across.square().sum(0)
+        freedom = 1.0 + float(weight.sum())
+        noise = (self.elder.base().noise + white.square().sum(0)) / freedom
+        return Answer(across.mT @ white, noise * (1 + leverage.clamp(min=0.0)[:, None]), freedom)
+
+    def weights(self, recent: Float[Tensor, "r p"], y: Float[Tensor, "r k"]) -> Float[Tensor, "p k"]:
+        """The weights whose products with features are the means of answers; no rows wait."""
+        assert not len(recent)
+        assert not len(y)
+        precisions, factor, white, _ = self._solved()
+        made: Tensor = (self._phi / precisions).mT @ torch.linalg.solve_triangular(
+            factor.mT, white, upper=True
+        )
+        return made
+
+    def _solved(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Precisions P, the Cholesky factor of K + W⁻¹, its inverse times y, and W."""
         precisions = self._precisions()
         if self._kernel is None or not torch.equal(self._kernel[0], precisions):
             self._kernel = precisions, (self._phi / precisions) @ self._phi.mT
         age = torch.arange(len(self.y) - 1, -1, -1, dtype=torch.float64)
         weight = 0.5 ** (age / self.half_life)
         factor = torch.linalg.cholesky(self._kernel[1] + (1 / weight).diag())
-        scaled = phi / precisions
-        across = torch.linalg.solve_triangular(factor, self._phi @ scaled.mT, upper=False)
-        white = torch.linalg.solve_triangular(factor, self.y, upper=False)
-        leverage = (scaled * phi).sum(1) - across.square().sum(0)
-        freedom = 1.0 + float(weight.sum())
-        noise = (base.noise + white.square().sum(0)) / freedom
-        return Answer(across.mT @ white, noise * (1 + leverage.clamp(min=0.0)[:, None]), freedom)
-
-    def mean(
-        self, phi: Float[Tensor, "n p"], recent: Float[Tensor, "r p"], y: Float[Tensor, "r k"]
-    ) -> Float[Tensor, "n k"]:
-        """The means of the answer alone."""
-        return self.answer(phi, recent, y).mean
+        return precisions, factor, torch.linalg.solve_triangular(factor, self.y, upper=False), weight
 
     def _precisions(self) -> Tensor:
         made = torch.empty(self._phi.shape[1], dtype=torch.float64)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf, log
+from math import inf, isfinite, log
 
 import torch
 from jaxtyping import Float
@@ -62,17 +62,25 @@ class Posterior:
         """The part of the variance that more rows would remove."""
         return self.leverage(phi).clamp(min=0.0)[:, None] * self.noise
 
-    def leverage(self, phi: Float[Tensor, "n p"]) -> Float[Tensor, " n"]:
+    def whitened(self, phi: Float[Tensor, "n p"]) -> Float[Tensor, "n p"]:
+        """Features whose weights are uncorrelated, of variance one in units of the noise."""
+        made: Tensor = torch.linalg.solve_triangular(self.factor.mT, phi.double(), upper=True, left=False)
+        return made
+
+    def leverage(
+        self, phi: Float[Tensor, "n p"], whitened: Float[Tensor, "n p"] | None = None
+    ) -> Float[Tensor, " n"]:
         """Variance beyond the noise, in units of it: of the weights, and of what features do not represent.
 
         Far from all inducing points a kernel's features vanish, and their weights say nothing. What they
         miss there is the kernel's own variance. What they miss on average is already in the noise, so rows
         that are represented better than the average have less of it, and a leverage that may be negative.
         """
-        white = torch.linalg.solve_triangular(self.factor, phi.double().mT, upper=False)
-        made: Tensor = white.square().sum(0)
+        white = self.whitened(phi) if whitened is None else whitened
+        made: Tensor = torch.linalg.vecdot(white, white)
         if self.kernel is not None:
-            lacking = (1.0 - phi[:, self.kernel].double().square().sum(1)).clamp(min=0.0)
+            near = phi[:, self.kernel].double()
+            lacking = (1.0 - torch.linalg.vecdot(near, near)).clamp(min=0.0)
             made += self.missed * (lacking - self.usual)
         return made
 
@@ -96,6 +104,11 @@ def posterior(
     best = _Fit(moments, groups, first)
     if best.log_evidence == -inf:
         best = _Fit(moments, groups, torch.zeros_like(first))
+    if not isfinite(best.log_evidence):
+        raise ValueError(
+            "the sums of squares of these rows are not finite or not positive: numbers are too large to be "
+            "squared, or the state was changed from outside; use a larger unit, and learn the rows again"
+        )
     reach, most = REACH
     for _ in range(STEPS):
         step = best.step(reach)

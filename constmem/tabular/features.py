@@ -1,24 +1,29 @@
-"""`Features`: fixed nonlinear features of numeric columns, frozen after a warm-up."""
+"""`Features`: fixed nonlinear features of numeric columns, frozen after a warm-up; trees give some."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from constmem.tabular.kernel import Kernel
-from constmem.tabular.trees import grow, leaves
+from constmem.tabular.kernel import Kernel, times_upper
 
 SIZE = 770
 WARM = 2048  # rows that inducing points and lengths are chosen among
 FEW = 64  # inducing points, however many columns there are
 FEWEST = 8  # rows that lengths can be learned from
 CLIP = 4.0  # deviations: what lies further out is no further from anything
+PIECE = 512  # rows at once: what is computed of them fits into a processor's cache
 KNOTS = 64  # quantiles kept of each column
 TREES, DEPTH = 8, 4
 GROWN = 1024, 4  # rows that trees see, at most, and one of how many: trees that saw all targets overfit
 PRODUCTS, FAR = 16, 8.0  # columns that are multiplied with one another, clipped at so many deviations
 RANK = 3.0**0.5  # ranks are spread evenly over -RANK to RANK: one deviation wide, as the columns are
+BINS = 32  # thresholds are quantiles between them
+RATE = 0.3  # part of a tree's fit that the trees after it no longer see
+SHRINK = 3.0  # rows of zeros that every leaf is thought to hold
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +58,11 @@ class Features:
 
     def __post_init__(self) -> None:
         where = self._coordinates(self.points)
-        whitener = Kernel(self.rates, self.share).whitener(where)
-        object.__setattr__(self, "_induced", (where, whitener))  # made of the rest: not remembered
+        kernel = Kernel(self.rates, self.share)
+        d = len(self.centre)
+        chosen = self.rates[0, :d].argsort(descending=True, stable=True)[:PRODUCTS]
+        made = kernel, where, kernel.whitener(where), chosen[_pairs(d)]
+        object.__setattr__(self, "_made", made)  # of the rest: not remembered
 
     @staticmethod
     def anchor(
@@ -92,17 +100,37 @@ class Features:
 
     def __call__(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n p"]:
         """Features of rows, in float64."""
+        made = x.new_empty(len(x), self.width, dtype=torch.float64)
+        group, whitener = self.groups.get("kernel", slice(0)), self._made[2]  # type: ignore[attr-defined]
+        for rows, piece in zip(x.split(PIECE), made.split(PIECE), strict=True):
+            self._fill(rows, piece)
+            times_upper(piece[:, group].clone(), whitener, out=piece[:, group])
+        return made
+
+    def predict(
+        self, x: Float[Tensor, "n d"], weights: Sequence[Float[Tensor, "p k"]]
+    ) -> list[Float[Tensor, "n k"]]:
+        """The products of features and each of the weights: far cheaper than the features."""
+        group, whitener = self.groups.get("kernel", slice(0)), self._made[2]  # type: ignore[attr-defined]
+        every = torch.cat([*weights], 1)
+        every[group] = whitener @ every[group]  # the weights of covariances that are not whitened
+        made, piece = [], x.new_empty(min(len(x), PIECE), self.width, dtype=torch.float64)
+        for rows in x.split(PIECE):
+            self._fill(rows, piece[: len(rows)])
+            made.append(piece[: len(rows)] @ every)
+        return list(torch.cat(made).split([w.shape[1] for w in weights], 1))
+
+    def _fill(self, x: Tensor, out: Tensor) -> None:
+        """Features of a few rows, but that covariances with the inducing points are not whitened yet."""
+        kernel, where, _, pairs = self._made  # type: ignore[attr-defined]
         z = (x.double() - self.centre) / self.scale
         u = self._coordinates(z)
-        where, whitener = self._induced  # type: ignore[attr-defined]
-        kernel = Kernel(self.rates, self.share)(u, where) @ whitener
-        d = z.shape[1]
-        chosen = self.rates[0, :d].argsort(descending=True, stable=True)[:PRODUCTS]
-        left, right = z[:, chosen].clamp(-FAR, FAR)[:, _pairs(d)].unbind(1)
-        parts = [torch.ones_like(z[:, :1]), z, u[:, d:], left * right, kernel]
-        return torch.cat([*parts, leaves(z, self.columns, self.thresholds)], 1)
+        left, right = z.clamp(-FAR, FAR)[:, pairs].unbind(1)
+        covariances = kernel(u, where) if len(where) else z[:, :0]
+        parts = torch.ones_like(z[:, :1]), z, u[:, z.shape[1] :], left * right, covariances
+        torch.cat([*parts, leaves(z, self.columns, self.thresholds)], 1, out=out)
 
-    @property
+    @cached_property
     def groups(self) -> dict[str, slice]:
         """Which features belong together, by name."""
         d, trees = len(self.centre), len(self.columns) * 2**DEPTH
@@ -115,7 +143,7 @@ class Features:
             start += size
         return made
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Number of features."""
         stop: int = max(group.stop for group in self.groups.values())
@@ -151,3 +179,58 @@ def _coordinates(z: Tensor, knots: Tensor) -> Tensor:
     below = torch.searchsorted(knots, across) + torch.searchsorted(knots, across, right=True)
     ranks = (below.mT.double() / knots.shape[1] - 1.0) * RANK
     return torch.cat([z.clamp(-CLIP, CLIP), ranks], 1)
+
+
+def grow(
+    z: Float[Tensor, "n d"], y: Float[Tensor, "n k"], *, count: int, depth: int
+) -> tuple[Int[Tensor, "t l"], Float[Tensor, "t l"]]:
+    """Columns and thresholds tested at each level of `count` trees, each grown on what the last ones left."""
+    levels = torch.linspace(0, 1, BINS + 1, dtype=torch.float64)[1:-1]
+    edges = torch.quantile(z, levels, 0).mT.contiguous()
+    bins = torch.searchsorted(edges, z.mT.contiguous()).mT  # (n, d): z > edges[bin - 1]
+    left = y - y.mean(0)
+    columns, thresholds = [], []
+    for _ in range(count):
+        leaf = torch.zeros(len(z), dtype=torch.int64)
+        for _ in range(depth):
+            column, edge = divmod(_best(leaf, bins, left), BINS - 1)
+            columns.append(column)
+            thresholds.append(float(edges[column, edge]))
+            leaf = 2 * leaf + (bins[:, column] > edge)
+        rows = _sums(leaf, torch.ones_like(left[:, :1]), 2**depth)
+        left = left - RATE * (_sums(leaf, left, 2**depth) / (rows + SHRINK))[leaf]
+    shape = count, depth
+    return torch.tensor(columns).view(shape), torch.tensor(thresholds, dtype=torch.float64).view(shape)
+
+
+def leaves(
+    z: Float[Tensor, "n d"], columns: Int[Tensor, "t l"], thresholds: Float[Tensor, "t l"]
+) -> Float[Tensor, "n p"]:
+    """Which leaf of each tree a row falls into, as one-hot numbers."""
+    count, depth = columns.shape
+    powers = 2 ** torch.arange(depth - 1, -1, -1)
+    leaf = ((z[:, columns] > thresholds) * powers).sum(-1)  # (n, t)
+    made = z.new_zeros(len(z), count, 2**depth)
+    return made.scatter_(2, leaf[..., None], 1.0).flatten(1)
+
+
+def _best(leaf: Tensor, bins: Tensor, left: Tensor) -> int:
+    """The split, column * (BINS - 1) + edge, that explains most of what is left if made in every leaf."""
+    n, d = bins.shape
+    leaves = int(leaf.max()) + 1
+    cell = (leaf[:, None] * d + torch.arange(d)) * BINS + bins  # (n, d)
+    shape = leaves, d, BINS
+    rows = _sums(cell.flatten(), left.new_ones(n * d, 1), leaves * d * BINS).view(shape).cumsum(2)
+    gain = left.new_zeros(d, BINS - 1)
+    for target in left.mT:
+        sums = _sums(cell.flatten(), target[:, None].expand(n, d).reshape(-1, 1), leaves * d * BINS)
+        sums = sums.view(shape).cumsum(2)
+        low, high = sums[..., :-1], sums[..., -1:] - sums[..., :-1]
+        high_rows = rows[..., -1:] - rows[..., :-1]
+        gain += (low.square() / (rows[..., :-1] + SHRINK) + high.square() / (high_rows + SHRINK)).sum(0)
+    return int(gain.argmax())
+
+
+def _sums(index: Tensor, values: Tensor, size: int) -> Tensor:
+    """Sums of values by index, (size, k)."""
+    return values.new_zeros(size, values.shape[1]).index_add_(0, index, values)

@@ -17,7 +17,7 @@ from constmem.tabular.echo import Echo
 from constmem.tabular.features import Features
 from constmem.tabular.trace import RECENT, Trace
 
-HORIZONS = (100.0, 1000.0, 10_000.0, inf)  # half-lives that "auto" mixes
+HORIZONS = (100.0, 1000.0, inf)  # half-lives that "auto" mixes
 ECHOES = (10.0, 30.0)  # and those so short that their rows are kept
 LATELY = 100.0  # half-life of the scores it mixes them by, in rows
 PIECE = 4096  # rows folded at once
@@ -80,9 +80,9 @@ class Memory:
         self.scores = np.zeros(len(self.traces))
         self.seen = 0
         self._x, self._y = (torch.zeros(RECENT, n, dtype=torch.float64) for n in (width, targets))
-        self._phi = torch.zeros(0, features.width, dtype=torch.float64)
-        self._waiting = 0
-        self._last: tuple[Tensor, list[Answer]] | None = None  # asked: often what is learned next
+        self._phi = torch.empty(RECENT, features.width, dtype=torch.float64)  # of the rows that wait
+        self._known = self._waiting = 0  # rows whose features are there, and rows that wait
+        self._last: tuple[Tensor, Tensor, list[Answer]] | None = None  # asked: often what is learned next
         self._folded = [0] * len(self.traces)  # of the rows that wait, how many a trace has folded already
 
     @property
@@ -108,7 +108,6 @@ class Memory:
         ):
             if len(self.traces) > 1 and self.seen:
                 self._judge(rows, targets)
-            self._last = None
             if len(rows) > RECENT // 2 or self._waiting + len(rows) > RECENT:
                 self.fold()  # older rows first
             if len(rows) > RECENT // 2:
@@ -117,11 +116,14 @@ class Memory:
                     trace.fold(rows, phi, targets)
             else:
                 self._wait(rows, targets)
+            self._last = None
             self.seen += len(rows)
 
     def _wait(self, x: Tensor, y: Tensor) -> None:
         now = self._waiting + len(x)
         self._x[self._waiting : now], self._y[self._waiting : now] = x, y
+        if self._known == self._waiting and self._last is not None and torch.equal(self._last[0], x):
+            self._phi[self._known : now], self._known = self._last[1], now
         self._waiting = now
         for i, trace in enumerate(self.traces):
             if now - self._folded[i] >= trace.limit:
@@ -143,34 +145,35 @@ class Memory:
         self._folded[i] = self._waiting
 
     def _clear(self) -> None:
-        self._waiting, self._phi, self._folded = 0, self._phi[:0], [0] * len(self.traces)
+        self._waiting, self._known, self._folded = 0, 0, [0] * len(self.traces)
 
     def _features_of_waiting(self) -> Tensor:
-        if len(self._phi) < self._waiting:
-            new = self.features(self._x[len(self._phi) : self._waiting])
-            self._phi = torch.cat([self._phi, new])
-        return self._phi
+        if self._known < self._waiting:
+            rows = slice(self._known, self._waiting)
+            self._phi[rows], self._known = self.features(self._x[rows]), self._waiting
+        return self._phi[: self._waiting]
 
     def answers(self, x: Float[Tensor, "n d"]) -> list[Answer]:
         """One answer for each horizon."""
         if self._last is not None and torch.equal(self._last[0], x):
-            return self._last[1]
-        found = [trace.answer(*given) for trace, *given in self._asked(x)]
-        self._last = (x, found) if len(x) <= RECENT else None
+            return self._last[2]
+        phi = self.features(x)
+        found = [trace.answer(phi, recent, y) for trace, recent, y in self._asked()]
+        self._last = (x, phi, found) if len(x) <= RECENT else None
         return found
 
     def means(self, x: Float[Tensor, "n d"]) -> list[Tensor]:
-        """The means of each horizon's answer alone."""
-        return [trace.mean(*given) for trace, *given in self._asked(x)]
+        """The means of each horizon's answer alone: far cheaper."""
+        return self.features.predict(x, [trace.weights(recent, y) for trace, recent, y in self._asked()])
 
-    def _asked(self, x: Tensor) -> Iterator[tuple[Trace | Echo, Tensor, Tensor, Tensor]]:
-        """Each trace with the features of the rows asked, and the rows that it has still to fold."""
+    def _asked(self) -> Iterator[tuple[Trace | Echo, Tensor, Tensor]]:
+        """Each trace, and the rows that it has still to fold."""
         for i, trace in enumerate(self.traces):
             if trace.searches:  # of all rows, so that it does not matter which of them wait
                 self._fold_one(i)
-        phi, recent, y = self.features(x), self._features_of_waiting(), self._y[: self._waiting]
+        recent, y = self._features_of_waiting(), self._y[: self._waiting]
         for trace, done in zip(self.traces, self._folded, strict=True):
-            yield trace, phi, recent[done:], y[done:]
+            yield trace, recent[done:], y[done:]
 
     def _judge(self, x: Tensor, y: Tensor) -> None:
         """Score every horizon by what it would have said of rows that are about to be learned."""
@@ -227,6 +230,10 @@ class Memory:
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Take what `tensors` gave in place of all that is remembered."""
+        for name, blank in self.tensors().items():
+            found = tensors[name]
+            if found.ndim != blank.ndim or found.shape[1:] != blank.shape[1:] or found.dtype != blank.dtype:
+                raise ValueError(f"holds a {name} that does not fit: {tuple(found.shape)} {found.dtype}")
         for i, trace in enumerate(self.traces):
             start = f"{i}."
             trace.restore({n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)})

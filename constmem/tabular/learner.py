@@ -11,8 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from constmem.tabular.answers import Answer, Weights
-from constmem.tabular.columns import Columns, refuse_infinite
-from constmem.tabular.encodings import center_and_scale
+from constmem.tabular.columns import Columns, center_and_scale, refuse_infinite
 from constmem.tabular.features import SIZE, Features
 from constmem.tabular.forgetting import PIECE, Forgetting, Memory
 from constmem.tabular.frames import Frame, aligned, beside, concatenated

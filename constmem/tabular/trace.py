@@ -41,7 +41,8 @@ class Trace:
         self._precisions: dict[str, float] | None = None
         self._searched, self._since = 0.0, 0
         self._noise: tuple[Tensor, float] | None = None  # variance and freedom, where no search is due
-        self._correction = _Correction()
+        self._correction = _Correction(moments.width)
+        self._asked: tuple[Tensor, Tensor] | None = None  # features of rows, whitened: often learned next
 
     @property
     def limit(self) -> int:
@@ -66,7 +67,7 @@ class Trace:
         self._since += n
         noise = None
         if self._posterior is not None and n <= RECENT and self._since < max(FEW, GROWTH * self._searched):
-            self._correction.extend(self._posterior, phi, y, self.half_life)
+            self._extend(self._posterior, phi, y)
             noise = self._correction.noise(self._posterior, self.half_life)
         if not isinf(self.half_life):
             factor = 0.5 ** (1 / self.half_life)
@@ -129,26 +130,35 @@ class Trace:
         self, phi: Float[Tensor, "n p"], recent: Float[Tensor, "r p"], y: Float[Tensor, "r k"]
     ) -> Answer:
         """The answer to rows, given the moments and rows that wait."""
-        base = self.base()
-        mean, leverage, noise, freedom = base.mean(phi), base.leverage(phi), base.noise, base.freedom
+        base, noise, freedom = self._corrected(recent, y)
+        whitened = base.whitened(phi)
+        mean, leverage = base.mean(phi), base.leverage(phi, whitened)
         if len(y):
-            self._correction.extend(base, recent, y, self.half_life)
-            noise, freedom = self._correction.noise(base, self.half_life)
-            shift, less = self._correction.apply(phi)
+            shift, less = self._correction.apply(whitened)
             mean, leverage = mean + shift, (leverage - less) * 2.0 ** (len(y) / self.half_life)
+        self._asked = (phi, whitened) if len(phi) <= RECENT else None
         return Answer(mean, noise * (1 + leverage).clamp(min=LEAST)[:, None], freedom)
 
-    def mean(
-        self, phi: Float[Tensor, "n p"], recent: Float[Tensor, "r p"], y: Float[Tensor, "r k"]
-    ) -> Float[Tensor, "n k"]:
-        """The means of the answer alone: far cheaper."""
+    def weights(self, recent: Float[Tensor, "r p"], y: Float[Tensor, "r k"]) -> Float[Tensor, "p k"]:
+        """The weights whose products with features are the means of answers."""
+        base, *_ = self._corrected(recent, y)
+        return base.weights + self._correction.weights(base) if len(y) else base.weights
+
+    def _corrected(self, recent: Tensor, y: Tensor) -> tuple[Posterior, Tensor, float]:
+        """The posterior, and variance and freedom of the noise, given the rows that wait, too."""
         base = self.base()
-        mean = base.mean(phi)
-        if len(y):
-            self._correction.extend(base, recent, y, self.half_life)
-            self._correction.noise(base, self.half_life)
-            mean = mean + self._correction.apply(phi)[0]
-        return mean
+        if not len(y):
+            return base, base.noise, base.freedom
+        self._extend(base, recent, y)
+        return base, *self._correction.noise(base, self.half_life)
+
+    def _extend(self, base: Posterior, phi: Tensor, y: Tensor) -> None:
+        """Have the correction know these rows; one that has just been asked for is not whitened again."""
+        new = slice(self._correction.count, len(y))
+        if new.start < new.stop:
+            phi, known = phi[new], self._asked
+            whitened = known[1] if known and torch.equal(known[0], phi) else base.whitened(phi)
+            self._correction.extend(y[new] - base.mean(phi), whitened, self.half_life)
 
     def base(self) -> Posterior:
         """The posterior of the moments; its precisions are searched again when many more rows have come."""
@@ -159,7 +169,7 @@ class Trace:
                 found = posterior(self.moments, self.features.groups, self._precisions)
                 self._searched, self._since = float(self.moments.count), 0
             self._posterior, self._precisions = found, found.precisions
-            self._correction = _Correction()
+            self._correction, self._asked = _Correction(self.moments.width), None
         return self._posterior
 
     def tensors(self) -> dict[str, Tensor]:
@@ -193,48 +203,62 @@ class Trace:
 
 
 class _Correction:
-    """What rows that wait change about the answers of a posterior; grows row by row."""
+    """What rows that wait change about the answers of a posterior; grows row by row.
 
-    def __init__(self) -> None:
-        self.solved: list[Tensor] = []  # S times the features of each row, blocks of (rows, p)
-        self.kernel = torch.zeros(0, 0, dtype=torch.float64)
-        self.errors = torch.zeros(0, 0, dtype=torch.float64)
-        self.factor = self.white = self.errors
+    With whitened rows R and errors e of the posterior's means: the Cholesky factor of I + R R', and that
+    factor's inverse times e.
+    """
 
-    def extend(self, base: Posterior, phi: Tensor, y: Tensor, half_life: float) -> None:
-        """Take the rows of `phi`, `y` (r, ...) beyond those already here; later rows count more."""
-        had, r = len(self.kernel), len(y)
-        if had == r:
-            return
-        rise = 2.0 ** (torch.arange(had + 1, r + 1, dtype=torch.float64) / (2 * half_life))[:, None]
-        new = phi[had:] * rise
-        error = y[had:] * rise - base.mean(new)
-        self.solved.append(torch.cholesky_solve(new.mT, base.factor).mT)
-        across = torch.cat([block @ new.mT for block in self.solved])  # (r, r - had)
-        kernel = torch.empty(r, r, dtype=torch.float64)
-        kernel[:had, :had] = self.kernel
-        kernel[:, had:], kernel[had:, :had] = across, across[:had].mT
-        self.kernel = kernel
-        self.errors = torch.cat([self.errors, error]) if had else error
+    def __init__(self, width: int) -> None:
+        self.count = 0
+        self.rows = torch.empty(RECENT, width, dtype=torch.float64)
+        self.factor = torch.zeros(RECENT, RECENT, dtype=torch.float64)
+        self.errors = torch.zeros(RECENT, 0, dtype=torch.float64)
+
+    def extend(self, errors: Float[Tensor, "q k"], whitened: Float[Tensor, "q p"], half_life: float) -> None:
+        """Take more rows; later ones count more."""
+        had, now = self.count, self.count + len(errors)
+        rise = 2.0 ** (torch.arange(had + 1, now + 1, dtype=torch.float64) / (2 * half_life))[:, None]
+        new = self.rows[had:now] = whitened * rise
+        error, inner = errors * rise, torch.eye(now - had, dtype=torch.float64) + new @ new.mT
+        if had:
+            beside = self.solve(self.rows[:had] @ new.mT)  # (had, q)
+            self.factor[had:now, :had] = beside.mT
+            error, inner = error - beside.mT @ self.errors[:had], inner - beside.mT @ beside
+        else:
+            self.errors = torch.empty(RECENT, errors.shape[1], dtype=torch.float64)
+        corner = self.factor[had:now, had:now] = torch.linalg.cholesky(inner)
+        self.errors[had:now] = torch.linalg.solve_triangular(corner, error, upper=False)
+        self.count = now
+
+    def solve(self, across: Float[Tensor, "r n"]) -> Float[Tensor, "r n"]:
+        """The factor's inverse times columns."""
+        made: Tensor = torch.linalg.solve_triangular(
+            self.factor[: self.count, : self.count], across, upper=False
+        )
+        return made
 
     def noise(self, base: Posterior, half_life: float) -> tuple[Tensor, float]:
         """Variance of the noise and degrees of freedom, given the rows, too."""
-        r = len(self.kernel)
-        self.factor = torch.linalg.cholesky(self.kernel + torch.eye(r, dtype=torch.float64))
-        self.white = torch.linalg.solve_triangular(self.factor, self.errors, upper=False)
-        rises = 2.0 ** (torch.arange(1, r + 1, dtype=torch.float64) / half_life)
+        rises = 2.0 ** (torch.arange(1, self.count + 1, dtype=torch.float64) / half_life)
         shape = base.freedom / 2
         more = shape + float(rises.sum()) / 2
-        noise = (base.noise * shape + self.white.square().sum(0) / 2) / more
-        return noise, 2 * more * 0.5 ** (r / half_life)
+        noise = (base.noise * shape + self.errors[: self.count].square().sum(0) / 2) / more
+        return noise, 2 * more * 0.5 ** (self.count / half_life)
 
-    def apply(self, phi: Tensor) -> tuple[Tensor, Tensor]:
-        """Change of the mean, (n, k), and reduction of the leverage, (n,); after `noise`."""
-        if len(self.solved) > 8:  # joined now and then: one product instead of many
-            self.solved = [torch.cat(self.solved)]
-        across = torch.cat([block @ phi.mT for block in self.solved])  # (r, n)
-        whitened = torch.linalg.solve_triangular(self.factor, across, upper=False)
-        return whitened.mT @ self.white, whitened.square().sum(0)
+    def apply(self, whitened: Float[Tensor, "n p"]) -> tuple[Tensor, Tensor]:
+        """Change of the mean, (n, k), and reduction of the leverage, (n,), of whitened rows."""
+        across = self.solve(self.rows[: self.count] @ whitened.mT)
+        return across.mT @ self.errors[: self.count], across.square().sum(0)
+
+    def weights(self, base: Posterior) -> Float[Tensor, "p k"]:
+        """Change of the weights."""
+        inner = self.factor[: self.count, : self.count].mT
+        pulled = torch.linalg.solve_triangular(inner, self.errors[: self.count], upper=True)
+        made: Tensor = torch.linalg.solve_triangular(
+            base.factor.mT, self.rows[: self.count].mT @ pulled, upper=True
+        )
+        return made
 
 
 def padded(y: Tensor, targets: int) -> Tensor:

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from constmem.tabular.columns import Columns
-from constmem.tabular.encodings import BUCKETS, FAR, LEVELS
+from constmem.tabular.columns import BUCKETS, FAR, LEVELS, Columns
 from constmem.tabular.frames import concatenated
 from constmem.tabular.inputs import frame_of
 

@@ -11,8 +11,7 @@ from scipy import stats
 from torch import Tensor
 
 from constmem.core.moments import Moments
-from constmem.tabular.answers import TAILS, Answer
-from constmem.tabular.classes import probabilities
+from constmem.tabular.answers import TAILS, Answer, probabilities
 from constmem.tabular.evidence import EXPECTED, PRIOR, Posterior, _Fit, at, posterior
 
 GROUPS = {"constant": slice(0, 1), "few": slice(1, 4), "many": slice(4, 12)}

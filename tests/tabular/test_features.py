@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from constmem.tabular import kernel as kernels
-from constmem.tabular import trees
-from constmem.tabular.features import Features
+from constmem.tabular.features import Features, grow
+from constmem.tabular.features import leaves as leaves_of
 from constmem.tabular.kernel import Kernel
 
 
@@ -166,8 +166,8 @@ def test_no_row_is_as_far_from_inducing_points_as_from_random_ones() -> None:
 def test_trees_find_steps() -> None:
     x, _ = table(400, 3)
     y = ((x[:, 1:2] > 0.3) ^ (x[:, 2:] > 0)).double()  # visible from the second level on only
-    columns, thresholds = trees.grow(x, y + x[:, 1:2] * 0.01, count=3, depth=3)
-    leaves = trees.leaves(x, columns, thresholds)
+    columns, thresholds = grow(x, y + x[:, 1:2] * 0.01, count=3, depth=3)
+    leaves = leaves_of(x, columns, thresholds)
     assert leaves.shape == (400, 24)
     weights, *_ = np.linalg.lstsq(leaves.numpy(), y.numpy(), rcond=None)
     assert np.mean((leaves.numpy() @ weights - y.numpy()) ** 2) < 0.05
@@ -176,15 +176,15 @@ def test_trees_find_steps() -> None:
 def test_trees_see_what_the_trees_before_them_left() -> None:
     x, _ = table(400, 3)
     y = (x > 0).double() @ torch.tensor([[3.0], [2.0], [1.0]], dtype=torch.float64)
-    columns, _ = trees.grow(x, y, count=16, depth=1)
+    columns, _ = grow(x, y, count=16, depth=1)
     assert columns[0].tolist() == [0]
     assert set(columns.flatten().tolist()) == {0, 1, 2}
 
 
 def test_every_row_is_in_one_leaf_of_each_tree() -> None:
     x, y = table(100, 3)
-    columns, thresholds = trees.grow(x, y, count=5, depth=2)
-    leaves = trees.leaves(x, columns, thresholds).view(100, 5, 4)
+    columns, thresholds = grow(x, y, count=5, depth=2)
+    leaves = leaves_of(x, columns, thresholds).view(100, 5, 4)
     assert torch.equal(leaves.sum(2), torch.ones(100, 5, dtype=torch.float64))
     for row, tree in ((0, 0), (17, 3)):
         bits = [int(x[row, c] > t) for c, t in zip(columns[tree], thresholds[tree], strict=True)]

@@ -6,7 +6,7 @@ from math import inf
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from constmem.tabular.answers import Answer, mixed_mean
@@ -41,6 +41,7 @@ def _weights(forget: object, count: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=8)
 @given(cuts=st.lists(st.integers(1, 699), max_size=6), one_by_one=st.integers(0, 40))
 def test_moments_are_the_weighted_sums_of_all_rows_however_they_came(
     way: str, cuts: list[int], one_by_one: int
@@ -127,13 +128,13 @@ def test_horizons_are_mixed_by_how_well_they_predict() -> None:
     for start in range(0, 2000, 100):
         memory.learn(x[start : start + 100], y[start : start + 100])
     steady = memory.weights
-    assert steady[[0, 4, 5]].sum() < 0.2  # nothing changes: a hundred rows are too few
+    assert steady[[0, 3, 4]].sum() < 0.2  # nothing changes: a hundred rows are too few
     for start in range(2000, 2300, 20):
         memory.learn(x[start : start + 20], -y[start : start + 20])
-    assert memory.weights[2:4].sum() < 0.1  # everything has changed
+    assert memory.weights[1:3].sum() < 0.1  # everything has changed
     answers, now = memory.answers(x[:99]), -y[:99].numpy()
     error = np.abs(mixed_mean(answers, memory.weights) - now).mean()
-    assert error < np.abs(answers[3].mean.numpy() - now).mean() / 2  # that of all rows
+    assert error < np.abs(answers[2].mean.numpy() - now).mean() / 2  # that of all rows
     assert memory.weights.sum() == pytest.approx(1)
 
 
