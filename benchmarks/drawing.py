@@ -1,8 +1,11 @@
-"""Draws the README's pictures: the block, and the stream of its first screen beside a forest.
+"""Draws the block, the stream of the README's first screen, and three real tables against the rows seen.
 
-python benchmarks/drawing.py    # writes docs/block.png and docs/power.png
+python benchmarks/drawing.py    # writes docs/block.png, docs/power.png and docs/rows-seen.png
+
+The last is drawn from the rows of `benchmarks/streams.py protein power kin8nm`.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,12 @@ import torch
 
 from constmem.evaluation.demo import power_picture, power_stream
 from constmem.plots import BLUE, GREY, RED, bare, pyplot, save_figure
+from constmem.plots.curves import Panel, panels_of_lines
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS, STREAMS = ROOT / "docs", ROOT / "benchmarks" / "results" / "streams.json"
+OURS, FOREST = "StreamingRegressor, read once", "random forest, retrained on all rows (which it keeps)"
+TABLES = "power", "kin8nm", "protein"
 LEARNED, DATA, STATE, READ = "#eceff4", "#dbe9f8", "#ffe8cc", "#ffffff"
 
 
@@ -74,9 +81,29 @@ def _arrow(axis: Any, start: tuple[float, float], stop: tuple[float, float]) -> 
     axis.annotate("", stop, start, arrowprops={"arrowstyle": "-|>", "color": "#444444", "lw": 1.2})
 
 
+def rows_seen(path: Path) -> Path:
+    """Error and memory against the rows seen of three real tables, beside a forest, from committed rows."""
+    found = [row for row in json.loads(STREAMS.read_text())["rows"] if "rmse_in_deviations" in row]
+    panels = []
+    for table in TABLES:
+        own = [row for row in found if row["part"] == table]
+        seen = [row["seen"] for row in own]
+        lines = {OURS: "rmse_in_deviations", FOREST: "forest_rmse_in_deviations"}
+        errors = {name: (seen, [row[key] for row in own]) for name, key in lines.items()}
+        panels.append(Panel(f"{table}: error, in deviations of y", errors, low=0))
+    memory = {
+        OURS: (seen, [row["state_bytes"] / 1e6 for row in own]),
+        FOREST: (seen, [(row["forest_bytes"] + row["rows_bytes"]) / 1e6 for row in own]),
+        "the rows themselves": (seen, [row["rows_bytes"] / 1e6 for row in own]),
+    }
+    panels.append(Panel(f"{table}: held in memory, MB", memory, log=True))
+    return panels_of_lines(panels, path, title="", log=True)
+
+
 def main() -> None:
     print("wrote", block(DOCS / "block.png"))
     torch.set_num_threads(1)
+    print("wrote", rows_seen(DOCS / "rows-seen.png"))
     print("wrote", power_picture(list(power_stream()), DOCS / "power.png"))
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from constmem.core.block import Reading
+from constmem.core.layers import normed_slots
 from constmem.neural_processes import CMANP
 
 
@@ -96,7 +97,11 @@ class Literal:
 
     def _read(self, block: int, embedding: Tensor, latents: Tensor) -> Tensor:
         o, reading = self.observation, cast(Reading, self.model.stack.readings[block])
-        slots = o.normed_slots()[block] if self.model.stack.normed else o.slots[block]
+        slots = (
+            normed_slots(o.slots, o.slots_scale, o.slots_shift)[block]
+            if self.model.stack.normed
+            else o.slots[block]
+        )
         data = reading.out(embedding.transpose(1, 2).flatten(2)) + slots
         feed, attend, feed_again = reading.data.children()
         data = feed_again(_attention(attend, feed(data), None))

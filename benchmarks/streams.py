@@ -22,7 +22,9 @@ import numpy as np
 import torch
 from record import RESULTS, provenance, save
 from river import base, datasets, forest, tree
+from sklearn.ensemble import RandomForestRegressor
 
+from constmem.evaluation.demo import forest_bytes
 from constmem.integrations.river import StreamingRiverClassifier
 from constmem.tabular.estimators import StreamingRegressor
 
@@ -91,7 +93,10 @@ def prequential(stream: Stream, model: base.Classifier) -> Row:
 
 
 def curve(name: str) -> Iterator[Row]:
-    """Error on the test rows of the first published split, after more and more rows of one shuffled pass."""
+    """Error on the test rows of the first published split, after more and more rows of one shuffled pass.
+
+    Beside it a forest that is retrained on all rows so far, and the bytes of these rows.
+    """
     data = packed("tables_uci.npz")
     x, y, test = data[f"{name}/x"], data[f"{name}/y"], data[f"{name}/test"][0]
     train = np.random.default_rng(0).permutation(np.setdiff1d(np.arange(len(y)), test))
@@ -102,6 +107,8 @@ def curve(name: str) -> Iterator[Row]:
             estimator.partial_fit(x[rows], y[rows])
         seen = stop
         error = estimator.predict(x[test]) - y[test]
+        trees = RandomForestRegressor(random_state=0).fit(x[train[:seen]], y[train[:seen]])
+        other = trees.predict(x[test]) - y[test]
         density = estimator.log_density(x[test], y[test])
         low, high = estimator.predict_interval(x[test]).T
         yield {
@@ -110,6 +117,9 @@ def curve(name: str) -> Iterator[Row]:
             "nll_in_deviations": round(float(-density.mean() - np.log(y.std())), 4),
             "held_by_90_percent_intervals": round(float(np.mean((y[test] >= low) & (y[test] <= high))), 4),
             "state_bytes": estimator.nbytes_,
+            "forest_rmse_in_deviations": round(float(np.sqrt(np.mean(other**2)) / y.std()), 4),
+            "forest_bytes": forest_bytes(trees),
+            "rows_bytes": 8 * seen * (x.shape[1] + 1),
         }
 
 

@@ -7,7 +7,7 @@ __version__ = "0.2.0.dev0"
 
 if TYPE_CHECKING:
     from constmem.core.block import CMAB, CMABStack
-    from constmem.core.forgetting import Decay, Window
+    from constmem.core.monoid import Decay, Window
     from constmem.core.state import AttentionState
     from constmem.neural_processes import CMANP, ConditioningError, NeuralProcess, Scales
     from constmem.point_processes import CMHP, PointProcess
@@ -42,7 +42,7 @@ _HOMES = {
     "neural_processes": ("CMANP", "ConditioningError", "NeuralProcess", "Scales"),
     "point_processes": ("CMHP", "PointProcess"),
     "core.state": ("AttentionState",),
-    "core.forgetting": ("Decay", "Window"),
+    "core.monoid": ("Decay", "Window"),
     "streams.pool": ("StreamPool", "condition_groups"),
     "streams.stream": ("Stream",),
     "tabular.estimators": ("StreamingClassifier", "StreamingRegressor"),

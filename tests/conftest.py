@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ VECTORS = {"widest": (), "256 bits": ("-mno-avx512f",), "128 bits": ("-mno-avx",
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 Kinds = type[Exception] | tuple[type[Exception], ...]
 Refuses = Callable[[Kinds, str], AbstractContextManager[None]]
+Peak = Callable[[Callable[[], object]], int]
 
 
 @pytest.fixture
@@ -81,6 +83,23 @@ def refuses(request: pytest.FixtureRequest) -> Refuses:
             assert re.search(message, str(caught.value)), str(caught.value)
 
     return check
+
+
+@pytest.fixture
+def peak(tmp_path: Path) -> Peak:
+    """Bytes a function holds at its worst moment, all allocators counted; what it starts with is not."""
+    memray = pytest.importorskip("memray")  # not at the top: Windows has none
+    paths = (tmp_path / f"{number}.bin" for number in count())
+
+    def measured(function: Callable[[], object]) -> int:
+        path = next(paths)
+        function()  # what is allocated once, for good, is no peak
+        with memray.Tracker(path):
+            function()
+        with memray.FileReader(path) as reader:
+            return int(reader.metadata.peak_memory)
+
+    return measured
 
 
 @pytest.fixture(params=list(VECTORS) if IS_X86 else ["widest"])

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from constmem import kernels
+from constmem.kernels import Others, OthersLse, Slots, SlotsLse
 
 EMPTY = kernels.EMPTY  # a finite number far below any score
 
@@ -35,20 +36,13 @@ def is_nothing(lse: Tensor) -> Tensor:
     return lse <= EMPTY / 2
 
 
-def settle(
-    value: Float[Tensor, "*h s c"], lse: Float[Tensor, "*h s"]
-) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]]:
+def settle(value: Slots, lse: SlotsLse) -> tuple[Slots, SlotsLse]:
     """Make exact identities of slots that only met masked points, so that masking is leaving out."""
     nothing = is_nothing(lse)
     return value.masked_fill(nothing[..., None], 0.0), lse.masked_fill(nothing, EMPTY)
 
 
-def merge(
-    value: Float[Tensor, "*h s c"],
-    lse: Float[Tensor, "*h s"],
-    other_value: Float[Tensor, "*#h s c"],
-    other_lse: Float[Tensor, "*#h s"],
-) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]]:
+def merge(value: Slots, lse: SlotsLse, other_value: Others, other_lse: OthersLse) -> tuple[Slots, SlotsLse]:
     """The state of the union of two disjoint sets; accurate to the dtype's last digits."""
     found = kernels.merge(value, lse, other_value, other_lse)
     if found is not None:
@@ -57,12 +51,7 @@ def merge(
     return torch.lerp(value, other_value, share[..., None]), torch.logaddexp(lse, other_lse)
 
 
-def remove(
-    value: Float[Tensor, "*h s c"],
-    lse: Float[Tensor, "*h s"],
-    other_value: Float[Tensor, "*h s c"],
-    share: Float[Tensor, "*h s"],
-) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]]:
+def remove(value: Slots, lse: SlotsLse, other_value: Slots, share: SlotsLse) -> tuple[Slots, SlotsLse]:
     """Undo `merge` with a part that holds `share` of the normaliser; loses digits as it nears 1."""
     grow = share / (1 - share)
     return value + (value - other_value) * grow[..., None], lse + torch.log1p(-share)
@@ -78,15 +67,9 @@ def add(high: Tensor, low: Tensor, increment: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge_pairs(
-    value: Float[Tensor, "*h s c"],
-    lse: Float[Tensor, "*h s"],
-    value_low: Float[Tensor, "*h s c"],
-    lse_low: Float[Tensor, "*h s"],
-    other_value: Float[Tensor, "*#h s c"],
-    other_lse: Float[Tensor, "*#h s"],
-    other_value_low: Float[Tensor, "*#h s c"],
-    other_lse_low: Float[Tensor, "*#h s"],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    value: Slots, lse: SlotsLse, value_low: Slots, lse_low: SlotsLse,
+    other_value: Others, other_lse: OthersLse, other_value_low: Others, other_lse_low: OthersLse,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`merge` of unevaluated sums of two: the larger part stays, the smaller is added as an increment."""
     mine = lse >= other_lse
     pick = mine[..., None]

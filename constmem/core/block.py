@@ -19,6 +19,8 @@ from constmem.core.layers import (
     SelfAttention,
     check_residual,
     keep_variance,
+    normed_slots,
+    refreshed,
 )
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
@@ -70,15 +72,9 @@ class CMABStack(nn.Module):
     """
 
     def __init__(
-        self,
-        *,
-        depth: int,
-        dim: int = 64,
-        num_slots: int = 128,
-        num_heads: int = 4,
-        hidden: int = 128,
+        self, *, depth: int, dim: int = 64, num_slots: int = 128, num_heads: int = 4, hidden: int = 128,
         residual: Residual = "normed",
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         for name, number in (("depth", depth), ("num_slots", num_slots), ("hidden", hidden)):
             positive(name, number)
@@ -91,13 +87,9 @@ class CMABStack(nn.Module):
         )
 
     def observe(
-        self,
-        data: Float[Tensor, "b n i"],
-        mask: Tensor | None = None,
-        log_weight: Tensor | None = None,
-        *,
+        self, data: Float[Tensor, "b n i"], mask: Tensor | None = None, log_weight: Tensor | None = None, *,
         embed: MLP | None = None,
-    ) -> AttentionState:
+    ) -> AttentionState:  # fmt: skip
         """The state of exactly these tokens (or points that `embed` makes tokens), for all blocks at once."""
         return self.observation.observe(data, mask, log_weight, embed=embed)
 
@@ -115,8 +107,8 @@ class CMABStack(nn.Module):
         self, value: Float[Tensor, "b depth h s c"], latents: Float[Tensor, "b l d"]
     ) -> list[Float[Tensor, "b l d"]]:
         """The latents after each block, from a state's value: nothing else of it is read."""
-        observation = self.observation
-        slots = observation.normed_slots() if self.normed else observation.slots
+        own = refreshed(self.observation)
+        slots = normed_slots(own.slots, own.slots_scale, own.slots_shift) if self.normed else own.slots
         values = value.to(latents.dtype)
         levels: list[Tensor] = []
         for i, reading in enumerate(self.readings):
@@ -125,11 +117,8 @@ class CMABStack(nn.Module):
         return levels
 
     def forward(
-        self,
-        latents: Float[Tensor, "b l d"],
-        tokens: Float[Tensor, "b n d"],
-        mask: Tensor | None = None,
-    ) -> list[Float[Tensor, "b l d"]]:
+        self, latents: Float[Tensor, "b l d"], tokens: Float[Tensor, "b n d"], mask: Tensor | None = None,
+    ) -> list[Float[Tensor, "b l d"]]:  # fmt: skip
         return self.read(self.observe(tokens, mask), latents)
 
 
@@ -146,23 +135,12 @@ class CMAB(nn.Module):
     """
 
     def __init__(
-        self,
-        *,
-        dim: int = 64,
-        num_slots: int = 128,
-        num_heads: int = 4,
-        hidden: int = 128,
+        self, *, dim: int = 64, num_slots: int = 128, num_heads: int = 4, hidden: int = 128,
         residual: Residual = "normed",
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.stack = CMABStack(
-            depth=1,
-            dim=dim,
-            num_slots=num_slots,
-            num_heads=num_heads,
-            hidden=hidden,
-            residual=residual,
-        )
+        sizes = {"dim": dim, "num_slots": num_slots, "num_heads": num_heads, "hidden": hidden}
+        self.stack = CMABStack(depth=1, **sizes, residual=residual)
 
     def observe(
         self,
@@ -182,9 +160,6 @@ class CMAB(nn.Module):
         return self.stack.read(state, latents)[0]
 
     def forward(
-        self,
-        latents: Float[Tensor, "b l d"],
-        tokens: Float[Tensor, "b n d"],
-        mask: Tensor | None = None,
-    ) -> Float[Tensor, "b l d"]:
+        self, latents: Float[Tensor, "b l d"], tokens: Float[Tensor, "b n d"], mask: Tensor | None = None,
+    ) -> Float[Tensor, "b l d"]:  # fmt: skip
         return self.read(self.observe(tokens, mask), latents)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -15,12 +16,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as _to_bytes
 from torch import Tensor
 
+from constmem.core import checks
+
 try:
     import fcntl
 except ImportError:  # on Windows
     fcntl = None  # type: ignore[assignment]
 
 CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})"')
+DIGEST = re.compile("[0-9a-f]{64}")
 BLANK = b"0" * 64  # what the checksum is while it is computed
 LONGEST_JSON = 2**24  # bytes; those of a model take hundreds
 LARGEST_SIZE = 2**48  # of one axis of a tensor, as those of tensors without numbers are not bounded by a file
@@ -149,7 +153,7 @@ def read_tensors(
         with safe_open(path, framework="pt") as file:
             header = dict(file.metadata() or {})
             _require_kind(path, header, kind, version)
-            _require_whole(path, header.pop("checksum", sha256), kind)
+            _require_whole(path, header, sha256, kind)
             names = file.keys()
             for name in names:
                 if max(file.get_slice(name).get_shape(), default=0) > LARGEST_SIZE:
@@ -179,9 +183,11 @@ def _require_kind(path: Path, header: dict[str, str], kind: str, version: int) -
         )
 
 
-def _require_whole(path: Path, expected: str | None, kind: str) -> None:
+def _require_whole(path: Path, header: dict[str, str], known: str | None, kind: str) -> None:
     """Refuse a file whose bytes are not those that were written; warn if nobody knows."""
-    if expected is None:
+    expected = header.pop("checksum", known)
+    renamed = any(name != "config" and DIGEST.fullmatch(text) for name, text in header.items())
+    if expected is None and not renamed:  # a digest under another name is a checksum whose name is damaged
         warnings.warn(
             f"{path} has no checksum, as older versions wrote none: damage to it goes unnoticed; "
             f"write the {kind} again to add one",
@@ -202,3 +208,20 @@ def _require_whole(path: Path, expected: str | None, kind: str) -> None:
             f"{path} is damaged: its checksum is not that of what it holds; take a copy of it, or write the "
             f"{kind} again"
         )
+
+
+def require_sound(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse weights that are not finite, and settings far beyond them, before anything is built by those."""
+    if (bad := checks.first_not_finite(tensors)) is not None:
+        raise ValueError(
+            f"the weights beside {path} are damaged: {bad} holds NaN or infinity; save them again"
+        )
+    widest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
+    limits = {"seed": 2**64, "num_samples": 2**16, "num_train_samples": 2**16}
+    for name, value in config.items():
+        limit = limits.get(name, len(tensors) if name.endswith("depth") else max(widest, 512))
+        if isinstance(value, int | float) and not -limit <= value <= limit:
+            raise ValueError(
+                f"{path} is damaged: {name} is {value}, far beyond what the weights beside it can "
+                "be of; save the model again"
+            )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from constmem import kernels
 from constmem.core.algebra import bias_of, is_nothing, settle
-from constmem.core.layers import MLP
+from constmem.core.layers import MLP, perceptron
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
 from constmem.kernels import Chunk, accumulate, joined
@@ -44,7 +44,7 @@ def fused_fold(observation: Observation, embed: MLP | None, chunks: list[Chunk])
     if layers is None:
         return None
     slots, exact = observation.slots, lambda: observation.prepare_exactly()[:3]
-    found = kernels.fold(exact, slots, layers, chunks)
+    found = kernels.fold(exact, slots, layers, chunks, perceptron)
     if found is None:
         return None
     shape = slots.shape[0], observation.num_heads
@@ -157,8 +157,7 @@ def _part_backward(
         flat_k,
         flat_v,
         bias,
-        value.flatten(1, -3).to(k.dtype),
-        lse.flatten(1, -2).to(wide),
+        (value.flatten(1, -3).to(k.dtype), lse.flatten(1, -2).to(wide)),
         grad_value.flatten(1, -3).to(k.dtype),
         None if grad_lse is None else grad_lse.flatten(1, -2).to(wide),
     )

@@ -5,8 +5,9 @@ The paper's CA and SA are these with a FeedForward behind each. Every module com
 lineage of models) or `x` itself (`residual="raw"`, as in most transformers).
 """
 
+from collections.abc import Iterable
 from math import sqrt
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,16 @@ def check_heads(dim: int, num_heads: int) -> None:
         raise ValueError(f"dim={dim} does not split into num_heads={num_heads} equal heads")
 
 
+def perceptron(
+    x: Float[Tensor, "*b i"], layers: Iterable[tuple[Float[Tensor, "_o _i"], Float[Tensor, " _o"]]]
+) -> Float[Tensor, "*b o"]:
+    """Linear layers, each a weight and a bias, with ReLU between them."""
+    in_place = not torch.is_grad_enabled()  # what is needed no more is written over: a sixth faster
+    for i, (weight, bias) in enumerate(layers):
+        x = F.linear(x if i == 0 else F.relu(x, inplace=in_place), weight, bias)
+    return x
+
+
 class MLP(nn.Module):
     """`depth` linear layers with ReLU between them."""
 
@@ -64,7 +75,7 @@ class MLP(nn.Module):
     def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
         layers = self.weights()
         if layers is not None:
-            return kernels.perceptron(x, layers)
+            return perceptron(x, layers)
         for i, layer in enumerate(self.layers):
             x = layer(x if i == 0 else F.relu(x))
         return x
@@ -86,30 +97,29 @@ class MLP(nn.Module):
                 return None
         return found
 
-    def tensors(self) -> list[Tensor]:
-        """All numbers it depends on, whatever its layers are."""
-        layers = self.weights()
-        if layers is not None:
-            return [t for layer in layers for t in layer]
-        found: list[Tensor] = []
-        for layer in self.layers:
-            weight: Any = getattr(layer, "weight", None)
-            if callable(weight):  # as of quantized layers, which have no parameters
-                found += [weight().dequantize(), layer.bias()]  # type: ignore[operator]
-            else:
-                found += [*layer.parameters(), *layer.buffers()]
-        return found
 
-
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 _RENEW = BasePruningMethod, WeightNorm, SpectralNorm
 
 
-def refreshed(module: nn.Module) -> nn.Module:
+def refreshed(module: AnyModule) -> AnyModule:
     """The module, after pruning and older normalisations of weights, which hook calls, did so anew."""
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, _RENEW):
             hook(module, ())
     return module
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether work may be put together there; asked first, since small queries feel every look-up."""
+    return x.is_cuda
+
+
+def normed_slots(
+    slots: Float[Tensor, "depth s d"], scale: Float[Tensor, "depth 1 d"], shift: Float[Tensor, "depth 1 d"]
+) -> Float[Tensor, "depth s d"]:
+    """Slots after their normalisation."""
+    return F.layer_norm(slots, slots.shape[-1:]) * scale + shift
 
 
 def _plain(*layers: nn.Module) -> bool:
@@ -162,14 +172,13 @@ class CrossAttention(nn.Module):
         self.attention = _Attention(dim, num_heads)
 
     def forward(
-        self,
-        x: Float[Tensor, "b m d"],
-        context: Float[Tensor, "b n d"],
+        self, x: Float[Tensor, "b m d"], context: Float[Tensor, "b n d"],
         mask: Bool[Tensor, "b n"] | None = None,
-    ) -> Float[Tensor, "b m d"]:
-        whole = self.attention.whole(x, context, mask, self.norm, self.norm_context, self.normed)
-        if whole is not None:
-            return whole
+    ) -> Float[Tensor, "b m d"]:  # fmt: skip
+        if on_gpu(x):
+            whole = self.attention.whole(x, context, mask, self.norm, self.norm_context, self.normed)
+            if whole is not None:
+                return whole
         normed = self.norm(x)
         out: Tensor = self.attention(normed, self.norm_context(context), mask)
         return out + (normed if self.normed else x)
@@ -189,9 +198,10 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: Float[Tensor, "b m d"], mask: Bool[Tensor, "b m"] | None = None
     ) -> Float[Tensor, "b m d"]:
-        whole = self.attention.whole(x, None, mask, self.norm, None, self.normed)
-        if whole is not None:
-            return whole
+        if on_gpu(x):
+            whole = self.attention.whole(x, None, mask, self.norm, None, self.normed)
+            if whole is not None:
+                return whole
         normed = self.norm(x)
         out: Tensor = self.attention(normed, normed, mask)
         return out + (normed if self.normed else x)
@@ -208,11 +218,9 @@ class _Attention(nn.Module):
         self.out = keep_variance(nn.Linear(dim, dim))
 
     def forward(
-        self,
-        x: Float[Tensor, "b m d"],
-        context: Float[Tensor, "b n d"],
+        self, x: Float[Tensor, "b m d"], context: Float[Tensor, "b n d"],
         mask: Bool[Tensor, "b n"] | None = None,
-    ) -> Float[Tensor, "b m d"]:
+    ) -> Float[Tensor, "b m d"]:  # fmt: skip
         q = self.query(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (b, h, m, c)
         kv = self.key_value(context).unflatten(-1, (2, self.num_heads, -1))
         k, v = kv.transpose(1, 3).unbind(2)  # (b, h, n, c) each
@@ -251,7 +259,7 @@ class FeedForward(nn.Module):
         self.contract = keep_variance(nn.Linear(hidden, dim))
 
     def forward(self, x: Float[Tensor, "b m d"]) -> Float[Tensor, "b m d"]:
-        if _plain(self.expand, self.contract):
+        if on_gpu(x) and _plain(self.expand, self.contract):
             parts = self.norm, self.expand, self.contract
             weights = (t for part in parts for t in (part.weight, part.bias))
             whole = kernels.feed_forward(x, *weights, eps=self.norm.eps, normed=self.normed)

@@ -6,7 +6,9 @@ import json
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -14,14 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from constmem.core import checks
-from constmem.core.files import read_json, read_tensors, write_tensors, write_text
-from constmem.core.identity import Snapshot
+from constmem.core.files import read_json, read_tensors, require_sound, write_tensors, write_text
+from constmem.kernels import Snapshot
 
 SHIPPED = {
     path.parent.name: path.parent for path in Path(__file__).parents[1].glob("*/pretrained/*/config.json")
 }
 KIND, VERSION = "constmem.model", 1
 CONFIG, WEIGHTS, ABOUT = "config.json", "model.safetensors", "about.json"
+_NOTHING = nullcontext()
 AnyModel = TypeVar("AnyModel", bound="Model")
 _ANY = object()  # equal to no setting
 
@@ -30,6 +33,7 @@ class Model(nn.Module, ABC):
     """The settings and weights of a model; a folder holds them as `config.json` and `model.safetensors`."""
 
     name: ClassVar[str]
+    decoding: ClassVar[Set[str]] = frozenset()  # parts that meet only what was read
     older: ClassVar[Mapping[str, Any]] = {}  # settings that earlier versions did not write, as they were then
     newer: ClassVar[Mapping[str, Any]] = {}  # options that earlier versions had not, as they are when unused
 
@@ -80,24 +84,23 @@ class Model(nn.Module, ABC):
 
         It is computed anew when any bit of them has changed, by whatever means.
         """
+        known = self._signature
+        if known is not None and known[0].fresh:
+            return known[1]
         parameters = self._signed_by()
-        if self._signature is None or not self._signature[0].holds(parameters):
+        if known is None or not known[0].holds(parameters):
             snapshot = Snapshot(parameters)
             digest = hashlib.sha256(f"{self.name}{json.dumps(self.config, sort_keys=True)}".encode())
             for p in parameters:
                 digest.update(p.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
-            self._signature = snapshot, digest.hexdigest()[:16]
-        return self._signature[1]
+            self._signature = known = snapshot, digest.hexdigest()[:16]
+        return known[1]
 
-    def weights(self) -> list[Tensor]:
-        """All parameters and buffers; PyTorch's own ways to list them take several times as long."""
-        found: list[Tensor] = []
-        modules: list[nn.Module] = [self]
-        for module in modules:  # of which there are more as it goes on
-            found += [t for t in module._parameters.values() if t is not None]
-            found += [t for t in module._buffers.values() if t is not None]
-            modules += [m for m in module._modules.values() if m is not None]
-        return found
+    def reading_weights(self) -> list[Tensor]:
+        """All numbers that what is read from a state depends on."""
+        own = [*self._parameters.values(), *self._buffers.values()]
+        parts = (part for name, part in self._modules.items() if name not in self.decoding)
+        return [*(t for t in own if t is not None), *listed(*parts)]
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write `config.json` and `model.safetensors` into a folder."""
@@ -134,7 +137,7 @@ class Model(nn.Module, ABC):
                 f"{path} is not the one that was saved with these weights, so one of both was changed or is "
                 "of another model: save the model again"
             )
-        _require_sound(Path(folder), content["config"], tensors)
+        require_sound(path, content["config"], tensors)
         older = {key: value for key, value in kind.older.items() if key not in content["config"]}
         if older:
             settings = ", ".join(f"{key}={value}" for key, value in older.items())
@@ -185,9 +188,20 @@ class Model(nn.Module, ABC):
         self.to(next((tensor.dtype for tensor in own), self.dtype))
         self.load_state_dict(dict(tensors))
 
+    def _look(self) -> AbstractContextManager[None]:
+        """Look at the weights once for all that is done inside of it by this thread."""
+        if checks.traced(self.device) or self._name_of_weights() is None:
+            return _NOTHING
+        assert self._signature is not None  # by which they were named
+        return self._signature[0]
+
     def _signed(self, state: Any) -> Any:
         """Name the weights that made a state, in training too: they have another name after each step."""
-        return state if checks.traced(self.device) else state.signed(self._name_of_weights())
+        if checks.traced(self.device):
+            return state
+        own = "fingerprint" in state.__dataclass_fields__  # not that of a part
+        name = self._name_of_weights()
+        return replace(state, fingerprint=name) if own else state.signed(name)
 
     def _name_of_weights(self) -> str | None:
         """What states are signed with; None where they depend on no weights."""
@@ -195,27 +209,39 @@ class Model(nn.Module, ABC):
 
     def _require_made_here(self, state: Any) -> None:
         """Refuse a state on another device, or made by other weights."""
-        device = self.device
-        if state.device != device:
-            raise ValueError(
-                f"the state is on {state.device}, the model on {device}: use state.to({str(device)!r})"
-            )
-        if not state.fingerprint or checks.traced(device):  # nobody knows, or it has seen nothing
+        name, known = state.fingerprint, self._signature
+        device, where = self.device, getattr(state, state.LEAD).device
+        if where != device:
+            raise ValueError(f"the state is on {where}, the model on {device}: use state.to({str(device)!r})")
+        if known is not None and known[1] == name and known[0].fresh:
             return
-        if state.fingerprint != (own := self.fingerprint()):
+        if not name or checks.traced(device):  # nobody knows, or it has seen nothing
+            return
+        if name != (own := self.fingerprint()):
             raise ValueError(
-                f"this state was made by other weights (fingerprint {state.fingerprint}, this model "
-                f"{own}): condition again with this model"
+                f"this state was made by other weights (fingerprint {name}, this model {own}): condition "
+                "again with this model"
             )
-
-    def _weights_of(self, state: Any) -> object:
-        """What `_require_made_here` has just known the weights by: one object while they are the same."""
-        if not state.fingerprint or self._signature is None or torch.compiler.is_compiling():
-            return None
-        return self._signature[0]
 
     def _learns(self) -> bool:
         return torch.is_grad_enabled() and any(p.requires_grad for p in self.observing_parameters())
+
+
+def listed(*modules: nn.Module | None) -> list[Tensor]:
+    """All numbers that modules are made of; PyTorch's own ways to list them take several times as long."""
+    found: list[Any] = []
+    for root in modules:
+        inner: list[Any] = [] if root is None else [root]
+        for module in inner:  # of which there are more as it goes on
+            if module._parameters:
+                found += module._parameters.values()
+            elif callable(weight := getattr(type(module), "weight", None)):  # of a quantized layer
+                found += [weight(module).dequantize(), module.bias()]
+            if module._buffers:
+                found += module._buffers.values()
+            if module._modules:
+                inner += [m for m in module._modules.values() if m is not None]
+    return [t for t in found if t is not None]
 
 
 def _settings(kind: type[Model]) -> list[inspect.Parameter]:
@@ -265,21 +291,6 @@ def _digest(content: Mapping[str, Any]) -> str:
     """A checksum of a config, however its file is laid out."""
     fields = {key: content[key] for key in ("model", "config")}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-
-
-def _require_sound(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Refuse weights that are not finite, and settings far beyond them, before anything is built by those."""
-    if (bad := checks.first_not_finite(tensors)) is not None:
-        raise ValueError(f"the weights in {folder} are damaged: {bad} holds NaN or infinity; save them again")
-    widest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
-    limits = {"seed": 2**64, "num_samples": 2**16, "num_train_samples": 2**16}
-    for name, value in config.items():
-        limit = limits.get(name, len(tensors) if name.endswith("depth") else max(widest, 512))
-        if isinstance(value, int | float) and not -limit <= value <= limit:
-            raise ValueError(
-                f"{folder / CONFIG} is damaged: {name} is {value}, far beyond what the weights beside it can "
-                "be of; save the model again"
-            )
 
 
 def misfit(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 The slots are parameters, so everything that depends on them alone can be computed before any data come: a
 `Prepared`, which never changes. Where gradients are not wanted an observation keeps the last one it made, and
-uses it again while every bit of the weights is the same (`identity.Snapshot`).
+uses it again while every bit of the weights is the same (`kernels.Snapshot`).
 """
 
 from collections.abc import Mapping
@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from constmem import kernels
 from constmem.core.algebra import bias_of
-from constmem.core.identity import Snapshot, products
-from constmem.core.layers import MLP, check_heads, refreshed
+from constmem.core.layers import MLP, check_heads, normed_slots, refreshed
 from constmem.core.state import AttentionState
+from constmem.kernels import Snapshot
 
 NAMES = "slots", "slots_scale", "slots_shift", "tokens_scale", "tokens_shift", "query", "key_value"
 
@@ -36,10 +37,16 @@ class Prepared(NamedTuple):
 class _Kept(NamedTuple):
     """A `Prepared`, and by what to know that it still holds."""
 
+    embed: MLP | None
+    where: str
     settings: tuple[object, ...]
     weights: Snapshot
+    known: Snapshot | None  # the caller's own of these weights and more: while that is fresh, nobody looks
     prepared: Prepared
-    known_as: object = None  # the caller's own snapshot of the same weights
+
+    def serves(self, embed: MLP | None) -> bool:
+        """Whether it was made for this, if no weight has changed."""
+        return self.embed is embed and self.settings == _settings(self.where)
 
 
 class Observation(nn.Module):
@@ -73,10 +80,6 @@ class Observation(nn.Module):
         own = refreshed(self)._parameters if self._forward_pre_hooks else self._parameters
         return [own[name] if name in own else getattr(self, name) for name in NAMES]  # type: ignore[misc]
 
-    def normed_slots(self) -> Float[Tensor, "depth s d"]:
-        """The slots after their normalisation."""
-        return _normed_slots(self._named())
-
     def prepare(self) -> Prepared:
         """Compute the fixed queries, scaled, and the wide projection to keys and values; differentiable."""
         return _prepare(self._named(), self.num_heads)
@@ -85,27 +88,26 @@ class Observation(nn.Module):
         """The same in float64, where no setting has products rounded."""
         return _exactly(self._named(), self.num_heads)
 
-    def prepared(self, embed: MLP | None = None, *, known_as: object = None) -> Prepared:
+    def prepared(self, embed: MLP | None = None) -> Prepared:
         """`prepare`, with plans of faster ways; kept, where no gradient is wanted, while no weight changes.
 
         Args:
             embed: makes tokens of points.
-            known_as: what is the same object only while no weight changes, here and in `embed`, because
-                the caller has just looked; None if that is not known.
         """
+        kept = None if torch.is_grad_enabled() else self._kept
+        if kept is not None and kept.known is not None and kept.known.fresh and kept.serves(embed):
+            return kept.prepared
         where = self.slots.device
         if torch.is_grad_enabled() or where.type not in ("cpu", "cuda") or not kernels.plain(where):
             return self.prepare()
-        settings = embed is None, products(where.type)
-        kept = self._kept
-        if kept is not None and kept.settings == settings:
-            if known_as is not None and kept.known_as is known_as:
-                return kept.prepared
-            if kept.weights.holds(self._read(embed)):
-                self._kept = kept._replace(known_as=known_as)
-                return kept.prepared
-        weights = Snapshot(self._read(embed))
-        self._kept = kept = _Kept(settings, weights, self._frozen(embed), known_as)
+        weights = self._read(embed)
+        known = Snapshot.freshest(weights)
+        if kept is not None and kept.serves(embed) and kept.weights.holds(weights):
+            kept = kept._replace(known=known)
+        else:
+            made_for = embed, where.type, _settings(where.type)
+            kept = _Kept(*made_for, Snapshot(weights), known, self._frozen(embed))
+        self._kept = kept
         return kept.prepared
 
     def _frozen(self, embed: MLP | None) -> Prepared:
@@ -137,7 +139,7 @@ class Observation(nn.Module):
     ) -> AttentionState:
         """The state of exactly these tokens (or points that `embed` makes tokens), for all blocks at once."""
         prepared = self.prepared(embed)
-        bias = bias_of(mask, log_weight, data.dtype)
+        bias = None if mask is log_weight is None else bias_of(mask, log_weight, data.dtype)
         found = None if prepared.plans is None else kernels.observe(prepared.plans, data, bias)
         if found is not None:
             shape = data.shape[0], *prepared.queries.shape
@@ -157,12 +159,11 @@ class Observation(nn.Module):
         data: Float[Tensor, "b 1 i"],
         *,
         embed: MLP | None = None,
-        known_as: object = None,
     ) -> AttentionState | None:
-        """The state with one point more for each task, where that takes one call; `known_as` as above."""
+        """The state with one point more for each task, where that takes one call."""
         if torch.is_grad_enabled() or not _extensible(state, data):
             return None
-        prepared = self.prepared(embed, known_as=known_as)
+        prepared = self.prepared(embed)
         if prepared.plans is None or state.value.shape[1:] != prepared.queries.shape:
             return None
         found = kernels.update(prepared.plans, data, state.value, state.lse)
@@ -198,7 +199,7 @@ class Observation(nn.Module):
 def _prepare(own: Mapping[str, Tensor], heads: int) -> Prepared:
     """A `Prepared` of parameters by their `NAMES`; tokens' scale and shift go into the projection."""
     scale = 1 / sqrt(own["query"].shape[-1] // heads)
-    q = _normed_slots(own) @ (own["query"] * scale).mT
+    q = normed_slots(own["slots"], own["slots_scale"], own["slots_shift"]) @ (own["query"] * scale).mT
     q = q.unflatten(-1, (heads, -1)).transpose(1, 2).contiguous()
     weight = (own["key_value"] * own["tokens_scale"]).flatten(0, 2)
     return Prepared(q, weight, (own["key_value"] @ own["tokens_shift"]).flatten())
@@ -207,11 +208,6 @@ def _prepare(own: Mapping[str, Tensor], heads: int) -> Prepared:
 def _exactly(own: Mapping[str, Tensor], heads: int) -> Prepared:
     with torch.autocast(own["slots"].device.type, enabled=False):
         return _prepare({name: t.double() for name, t in own.items()}, heads)
-
-
-def _normed_slots(own: Mapping[str, Tensor]) -> Float[Tensor, "depth s d"]:
-    slots = own["slots"]
-    return F.layer_norm(slots, slots.shape[-1:]) * own["slots_scale"] + own["slots_shift"]
 
 
 def _extensible(state: AttentionState, data: Tensor) -> bool:
@@ -225,6 +221,13 @@ def _extensible(state: AttentionState, data: Tensor) -> bool:
         and value.shape[:-1] == state.lse.shape
         and value.shape[0] == data.shape[0]
     )
+
+
+def _settings(where: str) -> tuple[object, ...]:
+    """How PyTorch computes products there, and whether numbers are more than numbers to it."""
+    autocast = torch.is_autocast_enabled(where), torch.get_autocast_dtype(where)
+    with_tangents = torch._C._is_tracing(), forward_ad._current_level
+    return *autocast, torch.get_float32_matmul_precision(), *with_tangents
 
 
 def _copy(t: Tensor) -> Tensor:

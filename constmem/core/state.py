@@ -49,12 +49,9 @@ class AttentionState(Monoid):
 
     @staticmethod
     def observe(
-        q: Float[Tensor, "*h s c"],
-        k: Float[Tensor, "b *h n c"],
-        v: Float[Tensor, "b *h n c"],
-        mask: Tensor | None = None,
-        log_weight: Tensor | None = None,
-    ) -> "AttentionState":
+        q: Float[Tensor, "*h s c"], k: Float[Tensor, "b *h n c"], v: Float[Tensor, "b *h n c"],
+        mask: Tensor | None = None, log_weight: Tensor | None = None,
+    ) -> "AttentionState":  # fmt: skip
         """The state of exactly these points: softmax(q k' + log_weight) v, masked points left out.
 
         Args:
@@ -100,16 +97,11 @@ class AttentionState(Monoid):
 
     @staticmethod
     def scan(
-        q: Float[Tensor, "*h s c"],
-        k: Float[Tensor, "b *h n c"],
-        v: Float[Tensor, "b *h n c"],
-        mask: Tensor | None = None,
-        log_weight: Tensor | None = None,
-        *,
-        drift: tuple[Tensor, Tensor] | None = None,
-        initial: "AttentionState | None" = None,
+        q: Float[Tensor, "*h s c"], k: Float[Tensor, "b *h n c"], v: Float[Tensor, "b *h n c"],
+        mask: Tensor | None = None, log_weight: Tensor | None = None, *,
+        drift: tuple[Tensor, Tensor] | None = None, initial: "AttentionState | None" = None,
         chunk: int = 32,
-    ) -> "AttentionState":
+    ) -> "AttentionState":  # fmt: skip
         """The states of all prefixes: entry i of axis 1 has seen `initial` and points 0 to i.
 
         Nothing is subtracted from a running maximum of the future, so drifting scores do no harm.

@@ -94,7 +94,7 @@ def power_stream(rows: int = ROWS, *, trees: int = 100) -> Iterator[Moment]:
         spent[1] += time.process_time() - clock
         yield Moment(
             stop, (_rmse(errors[0]), _rmse(errors[1])), float(np.mean((low <= y_new) & (y_new <= high))),
-            (ours.nbytes_, _forest_bytes(forest) + x[:stop].nbytes + y[:stop].nbytes), (spent[0], spent[1]),
+            (ours.nbytes_, forest_bytes(forest) + x[:stop].nbytes + y[:stop].nbytes), (spent[0], spent[1]),
         )  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def _rmse(errors: NDArray[np.float64]) -> float:
     return float(np.sqrt(np.mean(errors**2)))
 
 
-def _forest_bytes(forest: Any) -> int:
+def forest_bytes(forest: Any) -> int:
     """What the nodes of all trees take."""
     parts = (tree.tree_.__getstate__() for tree in forest.estimators_)
     return sum(part["nodes"].nbytes + part["values"].nbytes for part in parts)

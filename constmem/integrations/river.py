@@ -90,16 +90,7 @@ class StreamingRiverRegressor(_River, base.Regressor):
 class StreamingRiverClassifier(_River, base.Classifier):
     """Classes from a stream of dictionaries, in constant memory.
 
-    Parameters
-    ----------
-    forget
-        None (all rows count), a half-life in rows, "window:ROWS", or "auto".
-    warmup
-        Rows after which columns and features are frozen.
-    size
-        Number of features; None for the default.
-    seed
-        Of the features.
+    Its parameters are those of `StreamingRiverRegressor`.
     """
 
     _kind = StreamingClassifier

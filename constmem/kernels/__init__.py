@@ -6,6 +6,7 @@ serves, and PyTorch's operators do. A path that fails says so in one line of the
 `PATHS` shows them (`Path.failed`), `reset()` has them tried anew.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,11 +18,23 @@ from torch import Tensor
 from constmem.kernels import cpu, gpu, library
 from constmem.kernels.fused import attend, attend_backward, choose
 from constmem.kernels.gpu_fold import fold
-from constmem.kernels.graphs import Graphs
+from constmem.kernels.graphs import Checksum, Graphs
 from constmem.kernels.layers import attention, feed_forward
 from constmem.kernels.library import cache_folder
-from constmem.kernels.paths import CPU, GPU, PATHS, Path, traced
-from constmem.kernels.reference import EMPTY, Absorbed, Chunk, absorb, accumulate, joined, perceptron, scores
+from constmem.kernels.paths import CHECKSUM, CPU, GPU, PATHS, Path, traced
+from constmem.kernels.reference import (
+    EMPTY,
+    Absorbed,
+    Chunk,
+    Others,
+    OthersLse,
+    Slots,
+    SlotsLse,
+    absorb,
+    accumulate,
+    joined,
+    scores,
+)  # fmt: skip
 
 __all__ = [
     "EMPTY",
@@ -29,15 +42,19 @@ __all__ = [
     "Absorbed",
     "Chunk",
     "Graphs",
+    "Others",
+    "OthersLse",
     "Path",
     "Plans",
+    "Slots",
+    "SlotsLse",
+    "Snapshot",
     "absorb",
     "accumulate",
     "attend",
     "attend_backward",
     "attention",
     "cache_folder",
-    "checksum",
     "choose",
     "chunk",
     "feed_forward",
@@ -45,7 +62,6 @@ __all__ = [
     "joined",
     "merge",
     "observe",
-    "perceptron",
     "plain",
     "reset",
     "scores",
@@ -54,6 +70,7 @@ __all__ = [
 
 Exact = Callable[[], tuple[Float[Tensor, "*depth h s c"], Float[Tensor, "kv d"], Float[Tensor, " kv"]]]
 _UNKNOWN: Any = object()
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class Plans:
@@ -71,12 +88,16 @@ class Plans:
         self._laid: dict[str, Any] = {}  # by precision; another thread may lay out the same at the same time
 
     def cpu(self) -> cpu.Plan | None:
-        """For machine code, if it can read these weights."""
+        """For machine code, if there is any that can read these weights."""
         plan: cpu.Plan | None = self._laid.get("cpu", _UNKNOWN)
         if plan is _UNKNOWN:
-            known = all(cpu.reads(t) for t in (self.slots, *(t for layer in self.layers for t in layer)))
+            known = cpu.usable() and all(
+                cpu.reads(t) for t in (self.slots, *(t for layer in self.layers for t in layer))
+            )
             exact = (t.float() for t in self.exact()) if known else ()
             plan = self._laid["cpu"] = cpu.Plan(cpu.pack(*exact), self.layers) if known else None
+            if known:
+                CPU.chosen()
         return plan
 
     def gpu(self) -> gpu.Plan | None:
@@ -97,12 +118,10 @@ def observe(
     if data.shape[1] == 0 or data.shape[2] != plans.inputs:
         return None
     bias = None if bias is None else bias.expand(data.shape[:2])
-    if gpu.usable(data.device):
-        return GPU.attempt(lambda: _by_kernels(plans, data, bias))
-    if not _by_machine_code(data):
-        return None
     plan = plans.cpu()
-    return None if plan is None else cpu.observe(plan, data, bias)
+    if plan is not None:
+        return cpu.observe(plan, data, bias) if cpu.reads(data) else None
+    return GPU.attempt(lambda: _by_kernels(plans, data, bias)) if gpu.usable(data.device) else None
 
 
 def update(
@@ -111,22 +130,18 @@ def update(
     """States in float64 with one point more for each task."""
     if data.shape[2] != plans.inputs:
         return None
-    if gpu.usable(data.device):
-        few = 0 < data.shape[0] <= gpu.FEW
-        plan = GPU.attempt(plans.gpu) if few else None
-        return None if plan is None else GPU.attempt(lambda: gpu.extended(plan, data, value, lse))
-    ready = plans.cpu() if _by_machine_code(data) else None
-    if ready is None or ready.weights.channels != ready.shape[-1]:  # padded channels
-        return None
-    return cpu.update(ready, data, value, lse)
+    ready = plans.cpu()
+    if ready is not None:
+        exact = ready.weights.channels == ready.shape[-1]  # no padded channels
+        return cpu.update(ready, data, value, lse) if exact and cpu.reads(data) else None
+    few = 0 < data.shape[0] <= gpu.FEW and gpu.usable(data.device)
+    plan = GPU.attempt(plans.gpu) if few else None
+    return None if plan is None else GPU.attempt(lambda: gpu.extended(plan, data, value, lse))
 
 
 def merge(
-    value: Float[Tensor, "*h s c"],
-    lse: Float[Tensor, "*h s"],
-    other_value: Float[Tensor, "*#h s c"],
-    other_lse: Float[Tensor, "*#h s"],
-) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]] | None:
+    value: Slots, lse: SlotsLse, other_value: Others, other_lse: OthersLse
+) -> tuple[Slots, SlotsLse] | None:
     """The algebra's `merge` of float64 tensors of one shape, in one pass."""
     given = value, lse, other_value, other_lse
     if cpu.merges(*given):
@@ -136,18 +151,115 @@ def merge(
 
 def chunk(dtype: torch.dtype, device: torch.device) -> int | None:
     """How many points are best observed at a time by what serves there; None where operators do."""
-    if dtype == torch.float64:
+    if dtype == torch.float64 or torch.compiler.is_compiling():
         return None
-    if gpu.usable(device):
-        return gpu.CHUNK
-    return cpu.LONGEST if dtype == torch.float32 and device.type == "cpu" and cpu.usable() else None
+    if device.type != "cpu":
+        return gpu.CHUNK if gpu.usable(device) else None
+    return cpu.LONGEST if dtype == torch.float32 and library.library() is not None else None
 
 
-def checksum(tensors: Sequence[Tensor]) -> cpu.Checksum | None:
-    """What finds a number that changes with any bit of these; None where there is no machine code for it."""
-    able = cpu.usable() and all(t.device.type == "cpu" and t.is_contiguous() for t in tensors)
-    able = able and all(t.data_ptr() or t.numel() == 0 for t in tensors)  # memory may have been given back
-    return cpu.Checksum(tensors) if able else None
+class _Seen(threading.local):
+    """The snapshots that a thread has just seen to hold."""
+
+    snapshots: tuple["Snapshot", ...] = ()
+
+
+_seen = _Seen()
+
+
+class Snapshot:
+    """What some tensors held at one moment; `holds` says whether tensors still hold the same.
+
+    Version counters and addresses do not tell: code writes through `parameter.data`, through NumPy arrays
+    that share the memory, by fused optimisers and by kernels of its own, and swaps tensors for others. So all
+    bits are looked at each time: as a checksum of 64 bits, at the speed of reading them (on a CPU half a
+    million bytes take microseconds, on a GPU it is one launch), or else by comparison with a copy.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.randn(3, 4))
+        >>> before = Snapshot([weight])
+        >>> before.holds([weight]), before.holds([weight.detach().clone()])
+        (True, True)
+        >>> weight.data[1, 2] += 1  # no version counter tells
+        >>> before.holds([weight])
+        False
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        kept = [t.detach() for t in tensors]
+        self._kinds = [(t.shape, t.dtype, t.device) for t in kept]
+        self._now: Callable[[], int | None] | None = None
+        self._sum: int | None = None
+        self._where: list[int] = []
+        self._copy = None if self._summed(kept) else _bits(kept)
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these, one by one, have the shapes, kinds and bits of those the snapshot was taken of."""
+        if (
+            self._now is not None
+            and list(map(Tensor.data_ptr, tensors)) == self._where
+            and all(map(Tensor.is_contiguous, tensors))  # in the order that it was
+            and list(map(Tensor.numel, tensors)) == self._sizes
+        ):
+            return self._now() == self._sum
+        tensors = [t.detach() for t in tensors]
+        if [(t.shape, t.dtype, t.device) for t in tensors] != self._kinds:
+            return False
+        if self._copy is not None:
+            return all(torch.equal(a, b) for a, b in zip(_bits(tensors), self._copy, strict=True))
+        return self._summed(tensors)
+
+    def __enter__(self) -> None:
+        """Inside of `with snapshot`, which was just seen to hold, this thread need not look again."""
+        _seen.snapshots = *_seen.snapshots, self
+
+    def __exit__(self, *_: object) -> None:
+        _seen.snapshots = _seen.snapshots[:-1]
+
+    @property
+    def fresh(self) -> bool:
+        """Whether this thread has just seen that it holds."""
+        return self in _seen.snapshots
+
+    @staticmethod
+    def freshest(tensors: Sequence[Tensor]) -> "Snapshot | None":
+        """What this thread has seen last to hold, if that was of these tensors, and perhaps more."""
+        last = _seen.snapshots[-1] if _seen.snapshots else None
+        return last if last is not None and {t.data_ptr() for t in tensors} <= {*last._where} else None
+
+    def _summed(self, tensors: list[Tensor]) -> bool:
+        """Whether these have the checksum of those before, if there were any; it is theirs from now on."""
+        now = _checksum(tensors)
+        found = None if now is None else now()
+        if found is None or self._sum not in (None, found):
+            return False
+        self._now, self._sum = now, found
+        self._kept = tensors  # so that their memory goes to no others
+        self._where, self._sizes = [t.data_ptr() for t in tensors], [t.numel() for t in tensors]
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_now": None, "_kept": None}  # a copy's tensors lie elsewhere
+
+
+def _checksum(tensors: Sequence[Tensor]) -> Callable[[], int | None] | None:
+    """What finds a number that changes with any bit of these; None where nothing can."""
+    where = {t.device for t in tensors}
+    able = len(where) == 1 and all(t.is_contiguous() for t in tensors)
+    if not able or not all(t.data_ptr() or t.numel() == 0 for t in tensors):  # memory was given back
+        return None
+    if gpu.usable(device := where.pop()):
+        found = None if CHECKSUM.failed else CHECKSUM.attempt(lambda: Checksum(tensors))
+        return None if found is None else lambda: CHECKSUM.attempt(found)
+    return cpu.checksum(tensors) if device.type == "cpu" and cpu.usable() else None
+
+
+def _bits(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A copy of the tensors' bits as integers, together: few launches on a GPU."""
+    words = [t.contiguous().view(-1).view(_WORDS[t.element_size()]) for t in tensors]
+    return [
+        torch.cat([w for w in words if w.dtype == kind]) for kind in dict.fromkeys(w.dtype for w in words)
+    ]
 
 
 def plain(device: torch.device) -> bool:
@@ -161,13 +273,6 @@ def reset() -> None:
         path.reset()
     library.library.cache_clear()
     gpu.forget()
-
-
-def _by_machine_code(data: Tensor) -> bool:
-    if data.dtype != torch.float32 or data.device.type != "cpu" or not cpu.usable():
-        return False
-    CPU.chosen()
-    return True
 
 
 def _by_kernels(

@@ -14,7 +14,7 @@ import ctypes
 import functools
 import mmap
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import log2, prod
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from constmem.kernels.library import NUMBER, POINTER, library
 from constmem.kernels.paths import coarse, log, traced
+from constmem.kernels.reference import Slots, SlotsLse, contiguous
 
 LONGEST = 65_536  # points that running sums of float32 add up: of more, roundings of one kind would show
 VECTOR = 16  # channels of a head, and slots, are padded to a multiple of this
@@ -71,6 +72,7 @@ class Plan:
         self.pointer = ctypes.byref(content)
         self.shape = sizes
         self.weights = weights
+        self.halves = _halves()  # as is asked for now: settings that change get another plan
         self._kept = layers, parts  # what the addresses point to
 
 
@@ -139,28 +141,20 @@ def observe(
     bias = None if bias is None else bias.float().contiguous()
     weights = None if bias is None else bias.data_ptr()
     _run(
-        "observe", plan.pointer, b, n, data.data_ptr(), weights, torch.get_num_threads(), _halves(),
+        "observe", plan.pointer, b, n, data.data_ptr(), weights, torch.get_num_threads(), plan.halves,
         value.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
     return value[..., : plan.weights.channels], lse
 
 
-def merge(
-    value: Float[Tensor, "*h s c"],
-    lse: Float[Tensor, "*h s"],
-    other_value: Float[Tensor, "*h s c"],
-    other_lse: Float[Tensor, "*h s"],
-) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]]:
+def merge(value: Slots, lse: SlotsLse, other_value: Slots, other_lse: SlotsLse) -> tuple[Slots, SlotsLse]:
     """The algebra's `merge` of float64 tensors in one pass."""
-    shared = other_value.stride(-2) == 0 and other_value.shape[-2] > 1  # one point: the same for every slot
-    other_value = other_value[..., :1, :] if shared else other_value
-    tensors = value, lse, other_value, other_lse
-    value, lse, other_value, other_lse = (t if t.is_contiguous() else t.contiguous() for t in tensors)
+    value, lse, other_value, other_lse = contiguous(value, lse, other_value, other_lse)
     merged, merged_lse = empty(*value.shape), torch.empty_like(lse)
+    shared = value.shape[-2] // max(other_value.shape[-2], 1)
     _run(
         "merge", lse.numel(), value.shape[-1], value.data_ptr(), lse.data_ptr(), other_value.data_ptr(),
-        value.shape[-2] if shared else 1, other_lse.data_ptr(), torch.get_num_threads(), merged.data_ptr(),
-        merged_lse.data_ptr(),
+        shared, other_lse.data_ptr(), torch.get_num_threads(), merged.data_ptr(), merged_lse.data_ptr(),
     )  # fmt: skip
     return merged, merged_lse
 
@@ -172,8 +166,9 @@ def update(
     lse: Float[Tensor, "b *h s"],
 ) -> tuple[Float[Tensor, "b *h s c"], Float[Tensor, "b *h s"]]:
     """States in float64 with one point more for each task: `observe` and `merge` in one call."""
-    data, value, lse = (t if t.is_contiguous() else t.contiguous() for t in (data, value, lse))
-    merged, merged_lse = empty(*value.shape), torch.empty_like(lse)
+    data, value, lse = data.contiguous(), value.contiguous(), lse.contiguous()
+    small = value.nbytes <= SMALLEST
+    merged, merged_lse = torch.empty_like(value) if small else empty(*value.shape), torch.empty_like(lse)
     _run(
         "update", plan.pointer, data.shape[0], data.data_ptr(), value.data_ptr(), lse.data_ptr(),
         torch.get_num_threads(), merged.data_ptr(), merged_lse.data_ptr(),
@@ -194,32 +189,18 @@ def merges(*tensors: Tensor) -> bool:
     )
 
 
-class Checksum:
-    """A number that changes with any bit of some tensors on a CPU, found at the speed of reading them."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._kept = tensors  # so that their memory goes to no others
-        self._where = [t.data_ptr() for t in tensors]
-        self._pieces = (
-            len(tensors),
-            (POINTER * len(tensors))(*self._where),
-            (NUMBER * len(tensors))(*(t.nbytes for t in tensors)),
-        )
-
-    def __call__(self) -> int:
-        found = library()
-        assert found is not None  # as when this was made
-        return int(found.checksum(*self._pieces))
-
-    def reads(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether it is of the memory that these have now."""
-        same = list(map(Tensor.data_ptr, tensors)) == self._where
-        return same and all(map(Tensor.is_contiguous, tensors))  # in the order that it has now
+def checksum(tensors: Sequence[Tensor]) -> Callable[[], int]:
+    """What finds a number that changes with any bit of these, at the speed of reading them."""
+    found = library()
+    assert found is not None  # as `usable` says
+    where = (POINTER * len(tensors))(*(t.data_ptr() for t in tensors))
+    sizes = (NUMBER * len(tensors))(*(t.nbytes for t in tensors))
+    return functools.partial(found.checksum, len(tensors), where, sizes)
 
 
 def reads(t: Tensor) -> bool:
-    """Whether machine code can read it: it knows numbers of one kind only."""
-    return t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous()
+    """Whether machine code knows numbers of this kind, where they are."""
+    return t.dtype == torch.float32 and t.device.type == "cpu"
 
 
 def usable() -> bool:

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor
 
 from constmem.kernels import reference
 from constmem.kernels.paths import transformed
+from constmem.kernels.reference import Bias, Keys, Lse, Queries, Values
 
 BLOCK = 512  # keys at a time, of long contexts on a CPU
 _LARGEST = 2**21  # scores the buffer may hold
@@ -38,12 +38,7 @@ def _cpu_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if bias is None else bias[:, None, None, :].to(dtype)
 
 
-def forward_cpu(
-    q: Float[Tensor, "h s c"],
-    k: Float[Tensor, "b h n c"],
-    v: Float[Tensor, "b h n c"],
-    bias: Float[Tensor, "b n"] | None,
-) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h s"]]:
+def forward_cpu(q: Queries, k: Keys, v: Keys, bias: Bias) -> tuple[Values, Lse]:
     """Flash attention on a CPU."""
     value, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         _batched(q, k), k, v, 0.0, False, attn_mask=_cpu_bias(bias, k.dtype), scale=1.0
@@ -52,14 +47,8 @@ def forward_cpu(
 
 
 def backward_cpu(
-    q: Float[Tensor, "h s c"],
-    k: Float[Tensor, "b h n c"],
-    v: Float[Tensor, "b h n c"],
-    bias: Float[Tensor, "b n"] | None,
-    value: Float[Tensor, "b h s c"],
-    lse: Float[Tensor, "b h s"],
-    grad_value: Float[Tensor, "b h s c"],
-) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h n c"], Float[Tensor, "b h n c"]]:
+    q: Queries, k: Keys, v: Keys, bias: Bias, value: Values, lse: Lse, grad_value: Values
+) -> tuple[Values, Keys, Keys]:
     """Its backward pass, which sees the shares only through `lse`: parts of a larger softmax will do."""
     grads: tuple[Tensor, Tensor, Tensor]
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -96,12 +85,7 @@ def _cuda_bias(bias: Tensor | None, q: Tensor, dtype: torch.dtype) -> Tensor | N
     return padded[:, None, None, :n].expand(-1, q.shape[-3], q.shape[-2], -1)
 
 
-def forward_cuda(
-    q: Float[Tensor, "h s c"],
-    k: Float[Tensor, "b h n c"],
-    v: Float[Tensor, "b h n c"],
-    bias: Float[Tensor, "b n"] | None,
-) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h s"]]:
+def forward_cuda(q: Queries, k: Keys, v: Keys, bias: Bias) -> tuple[Values, Lse]:
     """Memory-efficient attention on a GPU."""
     value, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
         _batched(q, k), k, v, _cuda_bias(bias, q, k.dtype), True, 0.0, False, scale=1.0
@@ -110,14 +94,8 @@ def forward_cuda(
 
 
 def backward_cuda(
-    q: Float[Tensor, "h s c"],
-    k: Float[Tensor, "b h n c"],
-    v: Float[Tensor, "b h n c"],
-    bias: Float[Tensor, "b n"] | None,
-    value: Float[Tensor, "b h s c"],
-    lse: Float[Tensor, "b h s"],
-    grad_value: Float[Tensor, "b h s c"],
-) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h n c"], Float[Tensor, "b h n c"]]:
+    q: Queries, k: Keys, v: Keys, bias: Bias, value: Values, lse: Lse, grad_value: Values
+) -> tuple[Values, Keys, Keys]:
     """Its backward pass, with the given value and lse of the whole softmax."""
     # In half precision the kernel sums grad * value itself, and takes for granted that both lie in
     # memory as its forward pass leaves them: (b, s, h, c).
@@ -154,12 +132,7 @@ def supports_blocked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bo
     )
 
 
-def forward_blocked(
-    q: Float[Tensor, "h s c"],
-    k: Float[Tensor, "b h n c"],
-    v: Float[Tensor, "b h n c"],
-    bias: Float[Tensor, "b n"] | None,
-) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h s"]]:
+def forward_blocked(q: Queries, k: Keys, v: Keys, bias: Bias) -> tuple[Values, Lse]:
     """Matrix products into one reused buffer, and exponentials to base two, joined by the online softmax.
 
     The vectorised `exp2` takes a third of the time of `exp`, and a block of scores that stays in the cache
@@ -217,12 +190,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Kernel:
     return next(kernel for kernel in KERNELS if kernel.supports(q, k, v, bias))
 
 
-def attend(
-    q: Float[Tensor, "h s c"],
-    k: Float[Tensor, "b h n c"],
-    v: Float[Tensor, "b h n c"],
-    bias: Float[Tensor, "b n"] | None = None,
-) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h s"]]:
+def attend(q: Queries, k: Keys, v: Keys, bias: Bias = None) -> tuple[Values, Lse]:
     """Attention and the logarithm of its normaliser, differentiable in both."""
     kernel = choose(q, k, v, bias)
     if kernel is REFERENCE:
@@ -233,22 +201,21 @@ def attend(
 
 def attend_backward(
     kernel: Kernel,
-    q: Float[Tensor, "h s c"],
-    k: Float[Tensor, "b h n c"],
-    v: Float[Tensor, "b h n c"],
-    bias: Float[Tensor, "b n"] | None,
-    value: Float[Tensor, "b h s c"],
-    lse: Float[Tensor, "b h s"],
-    grad_value: Float[Tensor, "b h s c"],
-    grad_lse: Float[Tensor, "b h s"] | None,
-) -> tuple[Float[Tensor, "h s c"], Float[Tensor, "b h n c"], Float[Tensor, "b h n c"]]:
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    bias: Bias,
+    whole: tuple[Values, Lse],
+    grad_value: Values,
+    grad_lse: Lse | None,
+) -> tuple[Queries, Keys, Keys]:
     """Gradients of q, k, v given those of the value and, where there are any, of the lse.
 
     Kernels know nothing of a gradient of the lse. It is smuggled in as one more channel: values of
     one there, the gradient of the lse as its gradient, and an output declared to be zero, turn
     `p (g v' - sum(g * value))` into `p (g v' - sum(g * value) + grad_lse)`.
     """
-    channels = k.shape[-1]
+    channels, (value, lse) = k.shape[-1], whole
     if grad_lse is not None:
         pad = kernel.alignment
         ones = torch.zeros(pad, dtype=v.dtype, device=v.device)
@@ -280,5 +247,5 @@ class _Attend(torch.autograd.Function):
         q, k, v, bias, value, lse = ctx.saved_tensors
         if grad_value is None:
             grad_value = torch.zeros_like(value)
-        grads = attend_backward(ctx.kernel, q, k, v, bias, value, lse, grad_value, grad_lse)
+        grads = attend_backward(ctx.kernel, q, k, v, bias, (value, lse), grad_value, grad_lse)
         return None, *grads, None

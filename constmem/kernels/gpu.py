@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from constmem.kernels.paths import GPU, coarse, traced
-from constmem.kernels.reference import Absorbed
+from constmem.kernels.reference import Absorbed, Slots, SlotsLse, contiguous
 
 WIDEST = {"half": 128, "tf32": 64, "exact": 64}  # channels of a token
 ROWS = 128  # slots are padded to a multiple of this
@@ -84,7 +84,7 @@ def _kernels() -> Any:
 
 
 @functools.cache
-def _merging() -> Any:
+def merging() -> Any:
     """The module of kernels that merge, where the others could be imported."""
     return importlib.import_module("constmem.kernels.triton_merge")
 
@@ -174,7 +174,7 @@ def extended(
     """Float64 states with one point more each: in one launch, of more than a few in two."""
     embedded = len(data) > FEWEST
     points = normed_tokens(plan, data[:, 0]) if embedded else data.contiguous()
-    found: tuple[Tensor, Tensor] = _merging().extended(
+    found: tuple[Tensor, Tensor] = merging().extended(
         points, (plan.embedding, plan.embedding_bias), plan.single, value.contiguous(), lse.contiguous(),
         PROGRAMS * multiprocessors(data.device), embedded=embedded,
     )  # fmt: skip
@@ -259,16 +259,7 @@ def merges(*tensors: Tensor) -> bool:
     )
 
 
-def merge(
-    value: Float[Tensor, "*h s c"],
-    lse: Float[Tensor, "*h s"],
-    other_value: Float[Tensor, "*h s c"],
-    other_lse: Float[Tensor, "*h s"],
-) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]]:
+def merge(value: Slots, lse: SlotsLse, other_value: Slots, other_lse: SlotsLse) -> tuple[Slots, SlotsLse]:
     """The algebra's `merge` of float64 tensors in one launch."""
-    shared = other_value.stride(-2) == 0 and other_value.shape[-2] > 1  # one point: the same for every slot
-    other_value = other_value[..., :1, :] if shared else other_value
-    found: tuple[Tensor, Tensor] = _merging().merge(
-        *(t if t.is_contiguous() else t.contiguous() for t in (value, lse, other_value, other_lse))
-    )
+    found: tuple[Tensor, Tensor] = merging().merge(*contiguous(value, lse, other_value, other_lse))
     return found

@@ -23,28 +23,30 @@ from torch import Tensor
 
 from constmem.kernels import gpu
 from constmem.kernels.paths import FOLD
-from constmem.kernels.reference import EMPTY, Absorbed, Chunk, absorb, accumulate, joined, perceptron
+from constmem.kernels.reference import EMPTY, Absorbed, Chunk, absorb, accumulate, joined
 
 LEAST = 2**14  # points of a task: of fewer, mean tokens are no longer small against them
 FORWARD, BACKWARD = 2**18, 2**16  # points handled at a time, where one chunk has no more
 LONGEST = 2**23  # points of a chunk: its numbers are counted by 32 bits
 MOST = 2**16 - 1  # tasks: of programs, a GPU takes no more along one axis
 NOTHING = EMPTY / 2  # a log-normaliser below this has seen nothing
+Exact = Callable[[], tuple[Tensor, Tensor, Tensor]]
 Layers = Sequence[tuple[Tensor, Tensor]]
+Embed = Callable[[Tensor, Iterable[tuple[Tensor, Tensor]]], Tensor]  # points through layers, differentiable
 
 
 def fold(
-    exact: Callable[[], tuple[Tensor, Tensor, Tensor]], slots: Tensor, layers: Layers, chunks: list[Chunk]
+    exact: Exact, slots: Tensor, layers: Layers, chunks: list[Chunk], embed: Embed
 ) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h s"]] | None:
     """Value and lse of all chunks together, with a lean gradient; None where the kernels cannot serve.
 
     Args:
-        exact: gives queries, weight and shift, as `absorb` takes them, in float64.
-        slots: a parameter they depend on.
-        layers: of the embedding.
+        exact: gives queries, weight and shift, as `absorb` takes them, in float64; of `slots` among others.
+        layers: of the embedding, whose `embed` they are.
         chunks: kept until the backward pass.
     """
-    return FOLD.attempt(lambda: _folded(exact(), layers, chunks)) if _fits(slots, layers, chunks) else None
+    fits = _fits(slots, layers, chunks)
+    return FOLD.attempt(lambda: _folded(exact(), layers, chunks, embed)) if fits else None
 
 
 def _fits(slots: Tensor, layers: Layers, chunks: list[Chunk]) -> bool:
@@ -67,17 +69,16 @@ def _fits(slots: Tensor, layers: Layers, chunks: list[Chunk]) -> bool:
 
 
 def _folded(
-    exact: tuple[Tensor, Tensor, Tensor], layers: Layers, chunks: list[Chunk]
+    exact: tuple[Tensor, Tensor, Tensor], layers: Layers, chunks: list[Chunk], embed: Embed
 ) -> tuple[Tensor, Tensor] | None:
-    queries, weight, shift = exact
-    queries = queries.flatten(0, -3)  # (h, s, c), of all blocks
-    absorbed = absorb(queries, weight, shift)
+    queries = exact[0].flatten(0, -3)  # (h, s, c), of all blocks
+    absorbed = absorb(queries, *exact[1:])
     plan = _plan(absorbed.rows.detach(), layers)
     if plan is None or not rehearsed(plan.absorbed.shape[1], plan.precision, queries.device):
         return None
     weights = (t for layer in layers for t in layer)
     points, masks = (t for x, y, _ in chunks for t in (x, y)), [mask for *_, mask in chunks]
-    mean, lse = _MeanTokens.apply(plan, masks, absorbed.rows, *weights, *points)  # type: ignore[no-untyped-call]
+    mean, lse = _MeanTokens.apply(plan, embed, masks, absorbed.rows, *weights, *points)  # type: ignore[no-untyped-call]
     value = mean.unflatten(1, queries.shape[:2]) @ absorbed.project.mT + absorbed.shift[:, None]
     return value, (lse + absorbed.score).unflatten(1, queries.shape[:2])
 
@@ -85,12 +86,10 @@ def _folded(
 @torch.no_grad()
 def _plan(rows: Float[Tensor, "s d"], layers: Layers) -> gpu.Plan | None:
     """How the kernels take mean tokens: as values that are not projected."""
-    precision = gpu.precision_of(torch.float32)
-    assert precision is not None  # of float32
     slots, width = rows.shape
     eye = torch.eye(width, dtype=rows.dtype, device=rows.device)
     given = Absorbed(rows, rows.new_zeros(slots), eye[None], rows.new_zeros(1, width))
-    return gpu.plan(given, layers, precision)
+    return gpu.plan(given, layers, gpu.precision_of(torch.float32) or "exact")
 
 
 def rehearsed(d: int, precision: str, device: torch.device) -> bool:
@@ -137,6 +136,7 @@ class _MeanTokens(torch.autograd.Function):
     def forward(
         ctx: Any,
         plan: gpu.Plan,
+        embed: Embed,
         masks: list[Tensor | None],
         rows: Tensor,  # noqa: ARG004 (the plan has them)
         *tensors: Tensor,
@@ -150,7 +150,7 @@ class _MeanTokens(torch.autograd.Function):
             state = found if state is None else gpu.merge(*state, *found)
         assert state is not None  # there are points
         mean, lse = state[0][:, 0], state[1][:, 0]  # of one head, as it were
-        ctx.plan = plan
+        ctx.plan, ctx.embed = plan, embed
         ctx.save_for_backward(mean, lse, *tensors, *masks)
         ctx.set_materialize_grads(False)
         return mean, lse
@@ -161,13 +161,13 @@ class _MeanTokens(torch.autograd.Function):
         mean, lse, *saved = ctx.saved_tensors
         grad_mean = torch.zeros_like(mean) if grad_mean is None else grad_mean
         grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
-        rows, needed = ctx.needs_input_grad[2], ctx.needs_input_grad[3:]
+        rows, needed = ctx.needs_input_grad[3], ctx.needs_input_grad[4:]
         leaves = [t.detach().requires_grad_(need) for t, need in zip(saved, needed, strict=False)]
 
         def work() -> list[Tensor | None]:
             given = whole(ctx.plan, mean, lse, grad_mean, grad_lse)
             with torch.autocast(mean.device.type, enabled=False):
-                return _gradients(given, leaves, saved[len(leaves) :], rows=rows)
+                return _gradients(given, leaves, saved[len(leaves) :], ctx.embed, rows=rows)
 
         found = FOLD.attempt(work)
         if found is None:
@@ -175,7 +175,7 @@ class _MeanTokens(torch.autograd.Function):
                 f"kernels of our own failed in a backward pass: {FOLD.failed}; they are not "
                 "tried again: repeat the step, and PyTorch's operators serve"
             )
-        return None, None, *found
+        return None, None, None, *found
 
 
 def _divided(
@@ -187,19 +187,19 @@ def _divided(
 
 
 def _gradients(
-    whole: "Whole", leaves: list[Tensor], masks: Sequence[Tensor | None], *, rows: bool
+    whole: "Whole", leaves: list[Tensor], masks: Sequence[Tensor | None], embed: Embed, *, rows: bool
 ) -> list[Tensor | None]:
     """Those of rows, where they are wanted, and of the leaves that are."""
     weights, chunks = _divided(leaves, masks)
     grads: dict[int, Tensor] = {}
     for group in _groups(chunks, BACKWARD):
-        accumulate(grads, _part_backward(whole, weights, group, rows=rows))
+        accumulate(grads, _part_backward(whole, weights, group, embed, rows=rows))
     grad_rows = gradient_of_rows(whole) if rows else None
     return [grad_rows, *(grads.get(id(leaf)) for leaf in leaves)]
 
 
 def _part_backward(
-    whole: "Whole", weights: Sequence[Tensor], group: list[Chunk], *, rows: bool
+    whole: "Whole", weights: Sequence[Tensor], group: list[Chunk], embed: Embed, *, rows: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Gradients of the leaves some chunks depend on, as a part of the whole softmax."""
     leaves = *weights, *(t for x, y, _ in group for t in (x, y))
@@ -207,7 +207,7 @@ def _part_backward(
     with torch.enable_grad():
         points, mask = _points(group)
         layers = zip(weights[::2], weights[1::2], strict=True)
-        h = [F.layer_norm(perceptron(points, layers), (whole.plan.width,))] if wanted else []
+        h = [F.layer_norm(embed(points, layers), (whole.plan.width,))] if wanted else []
     grad = part(whole, points.detach(), mask, rows=rows, tokens=bool(wanted))
     return zip(wanted, torch.autograd.grad(h, wanted, [grad]) if wanted else (), strict=True)
 

@@ -1,4 +1,4 @@
-"""Work of many small launches on a GPU, captured in a CUDA graph when it comes again, and replayed.
+"""Work of small launches on a GPU, captured in a CUDA graph when it comes again, and replayed.
 
 A graph reads weights where they lie, so training in place is seen; it is captured anew for other shapes,
 other precisions and weights that lie elsewhere. What it returns is a copy: nothing a caller holds is ever
@@ -6,7 +6,8 @@ written to again.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from math import gcd
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from constmem.kernels.paths import GRAPHS
 
 LARGEST = 2**22  # numbers given: beyond, launches are no longer what takes the time
 PATIENCE = 2  # calls before one is worth capturing
+LOOKS = 16  # at the same weights, before looking at them is worth capturing
 KEPT = 4  # graphs of one model
 REMEMBERED = 64  # kinds of calls that are counted
 Result = TypeVar("Result", Tensor, tuple[Tensor, Tensor], tuple[Tensor, ...])
@@ -90,16 +92,60 @@ def _capture(work: Callable[..., Any], given: tuple[Tensor, ...], weights: list[
         enabled=torch.is_autocast_enabled("cuda"),
         cache_enabled=False,
     )
-    with autocast, torch.cuda.device(given[0].device):
+    with autocast:
+        graph, result = _graph(lambda: work(*given), given[0].device)
+    return _Captured(graph, given, result, weights)
+
+
+def _graph(work: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """What does that work again, and what it writes its results to."""
+    with torch.cuda.device(device):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            work(*given)  # what libraries allocate once, they allocate now
+            work()  # what libraries allocate once, they allocate now
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            result = work(*given)
-    return _Captured(graph, given, result, weights)
+            return graph, work()
+
+
+class Checksum:
+    """A number that changes with any bit of some tensors on a GPU: one launch, one copy and one wait."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        kernels, before, device = gpu.merging(), 0, tensors[0].device
+        word = gcd(4, *(t.data_ptr() for t in tensors), *(t.nbytes for t in tensors))  # bytes
+        rows: list[tuple[int, int, int]] = []
+        for t in tensors:
+            words = t.nbytes // word
+            starts = range(0, words, kernels.WORDS)
+            rows += [(t.data_ptr() + word * i, min(words - i, kernels.WORDS), before + i) for i in starts]
+            before += words
+        self._table = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 3)
+        self._sums = torch.empty(len(rows), dtype=torch.int64, device=device)
+        self._here = torch.empty(len(rows), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._bits, self._calls, self._one_at_a_time = 8 * word, 0, threading.Lock()
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> int:
+        with self._one_at_a_time:
+            self._calls += 1
+            if self._calls == LOOKS and self._table.is_cuda and not GRAPHS.failed:
+                found = GRAPHS.attempt(lambda: _graph(self._launch, self._table.device))
+                self._graph = None if found is None else found[0]
+            if self._graph is None:
+                self._launch()
+            else:
+                self._graph.replay()
+            if self._table.is_cuda:
+                torch.cuda.current_stream(self._table.device).synchronize()
+            total: int = sum(self._here.tolist()) % 2**64
+        return total
+
+    def _launch(self) -> None:
+        gpu.merging().checksum(self._table, self._bits, self._sums)
+        self._here.copy_(self._sums, non_blocking=True)
 
 
 def _weights(module: nn.Module) -> Iterator[Tensor]:

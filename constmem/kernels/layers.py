@@ -93,17 +93,10 @@ def _kernels(name: str) -> Any:
 
 
 def feed_forward(
-    x: Float[Tensor, "*b d"],
-    scale: Float[Tensor, " d"],
-    shift: Float[Tensor, " d"],
-    expand: Float[Tensor, "hh d"],
-    expand_bias: Float[Tensor, " hh"],
-    contract: Float[Tensor, "d h"],
-    contract_bias: Float[Tensor, " d"],
-    *,
-    eps: float,
-    normed: bool,
-) -> Float[Tensor, "*b d"] | None:
+    x: Float[Tensor, "*b d"], scale: Float[Tensor, " d"], shift: Float[Tensor, " d"],
+    expand: Float[Tensor, "hh d"], expand_bias: Float[Tensor, " hh"], contract: Float[Tensor, "d h"],
+    contract_bias: Float[Tensor, " d"], *, eps: float, normed: bool,
+) -> Float[Tensor, "*b d"] | None:  # fmt: skip
     """(c gelu(t)) Wo' + bo + residual with (c, t) = norm(x) We' + be, differentiable once; None if unfit."""
     coarse = half(scale, x)
     if coarse is None or not feeds(*contract.shape, coarse, x.device.index):
@@ -177,17 +170,10 @@ def _feed_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def attention(
-    x: Float[Tensor, "b m d"],
-    y: Float[Tensor, "b n d"] | None,
-    mask: Bool[Tensor, "b n"] | None,
-    norm: Norm,
-    norm_y: Norm | None,
-    weights: tuple[Tensor, Tensor, Tensor, Tensor],
-    *,
-    heads: int,
-    eps: float,
-    normed: bool,
-) -> Float[Tensor, "b m d"] | None:
+    x: Float[Tensor, "b m d"], y: Float[Tensor, "b n d"] | None, mask: Bool[Tensor, "b n"] | None,
+    norm: Norm, norm_y: Norm | None, weights: tuple[Tensor, Tensor, Tensor, Tensor], *, heads: int,
+    eps: float, normed: bool,
+) -> Float[Tensor, "b m d"] | None:  # fmt: skip
     """softmax(q k' / sqrt(c)) v Wo' + bo + residual, where x attends to y (None: to itself); None if unfit.
 
     Args:

@@ -68,7 +68,8 @@ GPU = Path("kernels of our own on the GPU")
 FOLD = Path("kernels of our own for gradients on the GPU")
 LAYERS = Path("kernels of our own for whole layers on the GPU")
 GRAPHS = Path("CUDA graphs")
-PATHS = CPU, GPU, FOLD, LAYERS, GRAPHS
+CHECKSUM = Path("checksum of weights on the GPU")
+PATHS = CPU, GPU, FOLD, LAYERS, GRAPHS, CHECKSUM
 
 
 def traced() -> bool:

@@ -4,29 +4,30 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 Chunk = tuple[Tensor, Tensor, Tensor | None]  # x, y, mask
+Queries = Float[Tensor, "h s c"]
+Keys = Float[Tensor, "b h n c"]  # and values
+Bias = Float[Tensor, "b n"] | None
+Values = Float[Tensor, "b h s c"]
+Lse = Float[Tensor, "b h s"]
+Slots = Float[Tensor, "*h s c"]
+SlotsLse = Float[Tensor, "*h s"]
+Others = Float[Tensor, "*#h s c"]
+OthersLse = Float[Tensor, "*#h s"]
 EMPTY = -(2.0**100)  # the lse of nothing: about -1e30, and the same number in float64, float32 and bfloat16
 
 
-def scores(
-    q: Float[Tensor, "h s c"], k: Float[Tensor, "b h n c"], bias: Float[Tensor, "b n"] | None
-) -> Float[Tensor, "b h s n"]:
+def scores(q: Queries, k: Keys, bias: Bias) -> Float[Tensor, "b h s n"]:
     """The logits of every query against every key, in float32 or better."""
     wide = torch.promote_types(q.dtype, torch.float32)
     logits = q.to(wide) @ k.to(wide).mT
     return logits if bias is None else logits + bias[:, None, None, :].to(wide)
 
 
-def forward(
-    q: Float[Tensor, "h s c"],
-    k: Float[Tensor, "b h n c"],
-    v: Float[Tensor, "b h n c"],
-    bias: Float[Tensor, "b n"] | None,
-) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h s"]]:
+def forward(q: Queries, k: Keys, v: Keys, bias: Bias) -> tuple[Values, Lse]:
     """Attention and the logarithm of its normaliser; differentiable as it stands."""
     logits = scores(q, k, bias)
     if logits.shape[-1] == 1:  # the share of an only point is one
@@ -37,14 +38,8 @@ def forward(
 
 
 def backward(
-    q: Float[Tensor, "h s c"],
-    k: Float[Tensor, "b h n c"],
-    v: Float[Tensor, "b h n c"],
-    bias: Float[Tensor, "b n"] | None,
-    value: Float[Tensor, "b h s c"],
-    lse: Float[Tensor, "b h s"],
-    grad_value: Float[Tensor, "b h s c"],
-) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h n c"], Float[Tensor, "b h n c"]]:
+    q: Queries, k: Keys, v: Keys, bias: Bias, value: Values, lse: Lse, grad_value: Values
+) -> tuple[Values, Keys, Keys]:
     """Gradients of these keys and values as a part of a larger softmax, whose value and lse are given.
 
     With shares p = exp(score - lse): dv = p' g, dscore = p (g v' - sum(g * value)).
@@ -60,6 +55,15 @@ def backward(
         (grad_scores.mT @ q.to(wide)).to(k.dtype),
         (shares.mT @ g).to(v.dtype),
     )
+
+
+def contiguous(
+    value: Slots, lse: SlotsLse, other_value: Slots, other_lse: SlotsLse
+) -> tuple[Slots, SlotsLse, Float[Tensor, "*h _s c"], SlotsLse]:
+    """Two states to merge as they are read: of one point, whose value all slots share, it is there once."""
+    shared = other_value.stride(-2) == 0 and other_value.shape[-2] > 1
+    other_value = other_value[..., :1, :] if shared else other_value
+    return value.contiguous(), lse.contiguous(), other_value.contiguous(), other_lse.contiguous()
 
 
 class Absorbed(NamedTuple):
@@ -87,16 +91,6 @@ def absorb(
     rows = (queries @ key.unflatten(0, (heads, channels))).flatten(0, 1)
     score = (queries @ key_shift.view(heads, channels, 1)).flatten()
     return Absorbed(rows, score, value.unflatten(0, (heads, channels)), value_shift.view(heads, channels))
-
-
-def perceptron(
-    x: Float[Tensor, "*b i"], layers: Iterable[tuple[Float[Tensor, "_o _i"], Float[Tensor, " _o"]]]
-) -> Float[Tensor, "*b o"]:
-    """Linear layers, each a weight and a bias, with ReLU between them."""
-    in_place = not torch.is_grad_enabled()  # what is needed no more is written over: a sixth faster
-    for i, (weight, bias) in enumerate(layers):
-        x = F.linear(x if i == 0 else F.relu(x, inplace=in_place), weight, bias)
-    return x
 
 
 def joined(*chunks: Chunk) -> Chunk:

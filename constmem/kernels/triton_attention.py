@@ -253,18 +253,10 @@ def _outer(
 
 
 def inward(
-    x: Float[Tensor, "*b d"],
-    scale: Float[Tensor, " d"],
-    asks: tuple[Tensor, Tensor, Tensor] | None,
-    answers: tuple[Tensor, Tensor] | None,
-    grad_x: Float[Tensor, "*b d"],
-    partial: Float[Tensor, "t v"],
-    *,
-    tile: int,
-    eps: float,
-    normed: bool,
-    half: bool,
-) -> None:
+    x: Float[Tensor, "*b d"], scale: Float[Tensor, " d"], asks: tuple[Tensor, Tensor, Tensor] | None,
+    answers: tuple[Tensor, Tensor] | None, grad_x: Float[Tensor, "*b d"], partial: Float[Tensor, "t v"], *,
+    tile: int, eps: float, normed: bool, half: bool,
+) -> None:  # fmt: skip
     """Write the gradient of x, and for every tile those of out's bias, scale and shift.
 
     Args:

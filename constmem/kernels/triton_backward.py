@@ -135,15 +135,10 @@ def _tokens(
 
 
 def rows(
-    tokens: Float[Tensor, "b n d"],
-    mask: Bool[Tensor, "b n"] | None,
-    absorbed: Float[Tensor, "s d"],
-    grad: Float[Tensor, "b s d"],
-    lse: Float[Tensor, "b s"],
-    delta: Float[Tensor, "b s"],
-    found: Float[Tensor, "b p s d"],
-    precision: Precision,
-) -> None:
+    tokens: Float[Tensor, "b n d"], mask: Bool[Tensor, "b n"] | None, absorbed: Float[Tensor, "s d"],
+    grad: Float[Tensor, "b s d"], lse: Float[Tensor, "b s"], delta: Float[Tensor, "b s"],
+    found: Float[Tensor, "b p s d"], precision: Precision,
+) -> None:  # fmt: skip
     """Add the gradients of all rows, one stretch of every task's tokens for each part of `found`.
 
     Args:
@@ -163,16 +158,10 @@ def rows(
 
 
 def tokens(
-    given: Float[Tensor, "b n d"],
-    mask: Bool[Tensor, "b n"] | None,
-    absorbed: Float[Tensor, "s d"],
-    grad: Float[Tensor, "b s d"],
-    lse: Float[Tensor, "b s"],
-    delta: Float[Tensor, "b s"],
-    size: Float[Tensor, " b"],
-    found: Float[Tensor, "b n d"],
-    precision: Precision,
-) -> None:
+    given: Float[Tensor, "b n d"], mask: Bool[Tensor, "b n"] | None, absorbed: Float[Tensor, "s d"],
+    grad: Float[Tensor, "b s d"], lse: Float[Tensor, "b s"], delta: Float[Tensor, "b s"],
+    size: Float[Tensor, " b"], found: Float[Tensor, "b n d"], precision: Precision,
+) -> None:  # fmt: skip
     """Write the gradients of tokens, multiplied by `size`; zeros where they are masked out.
 
     Args:

@@ -218,20 +218,10 @@ def forward(
 
 
 def backward(
-    x: Float[Tensor, "*b d"],
-    weights: Sequence[Tensor],
-    grad: Float[Tensor, "*b d"],
-    grad_x: Float[Tensor, "*b d"],
-    matrices: Float[Tensor, "p k"],
-    vectors: Float[Tensor, "t v"],
-    *,
-    tile: int,
-    programs: int,
-    piece: int,
-    eps: float,
-    normed: bool,
-    half: bool,
-) -> None:
+    x: Float[Tensor, "*b d"], weights: Sequence[Tensor], grad: Float[Tensor, "*b d"],
+    grad_x: Float[Tensor, "*b d"], matrices: Float[Tensor, "p k"], vectors: Float[Tensor, "t v"], *,
+    tile: int, programs: int, piece: int, eps: float, normed: bool, half: bool,
+) -> None:  # fmt: skip
     """Write the gradients of x and, for every part of the rows, of the weights.
 
     Args:

@@ -1,4 +1,4 @@
-"""Merging on a GPU in one launch, two states or one with a single point more, written in Triton.
+"""Small work on a GPU in one launch, in Triton: states merged, or given a point more; a checksum of weights.
 
 One point's softmax is one: its scores are the lse, its values every slot's value. So a program needs no more
 of it than a token, which it makes itself where that takes less time than another launch.
@@ -7,12 +7,13 @@ of it than a token, which it makes itself where that takes less time than anothe
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from constmem.kernels.triton_observe import launch
 
 MERGED = 64  # slots a program merges
+WORDS = 4096  # that a program reads for a checksum
 
 
 @triton.jit
@@ -86,6 +87,25 @@ def _extended(
         found, out = _mixed(before, here.to(tl.float64), mine, seen.to(tl.float64)[None, :])
         tl.store(merged_lse + place, found, mask=there)
         tl.store(merged + at, out, mask=real)
+
+
+@triton.jit
+def _checksum(table, sums, BITS: tl.constexpr, SIZE: tl.constexpr):
+    """Add up what each word and its place are mixed to: one to one, so that no single word changes unseen."""
+    row, at = table + 3 * tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
+    where, words, first = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    kind = tl.uint32 if BITS == 32 else tl.uint16 if BITS == 16 else tl.uint8
+    word = tl.load(where.to(tl.pointer_type(kind)) + at, mask=at < words, other=0)
+    x = ((first + at).to(tl.uint64) << 32) | word.to(tl.uint64)
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    x = tl.where(at < words, x ^ (x >> 31), 0)
+    tl.store(sums + tl.program_id(0), tl.sum(x.to(tl.int64), 0))
+
+
+def checksum(table: Int[Tensor, "p 3"], bits: int, sums: Int[Tensor, " p"]) -> None:
+    """A number for each piece of memory (address, words, words before it), in which all its bits are."""
+    launch(_checksum, (len(table),), table, sums, BITS=bits, SIZE=WORDS)
 
 
 def merge(

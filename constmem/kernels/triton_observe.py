@@ -189,14 +189,9 @@ def _joined(
 
 
 def tokens_of(
-    points: Float[Tensor, "n i"],
-    weight: Float[Tensor, "l d d"],
-    bias: Float[Tensor, "l d"],
-    tokens: Float[Tensor, "n d"],
-    *,
-    width: int,
-    products: str,
-) -> None:
+    points: Float[Tensor, "n i"], weight: Float[Tensor, "l d d"], bias: Float[Tensor, "l d"],
+    tokens: Float[Tensor, "n d"], *, width: int, products: str,
+) -> None:  # fmt: skip
     """Write the normalised tokens of points; `weight` as (in, out)."""
     n, inputs = points.shape
     layers, d, _ = weight.shape

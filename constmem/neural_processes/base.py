@@ -116,7 +116,8 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
         if log_weight is not None:
             checks.per_point("log_weight", log_weight, x)
             checks.finite("log_weight", log_weight.clamp_min(EMPTY)[..., None], mask)
-        state: S = self._signed(self._observe(*self._scaled(cleared(x, y, mask)), log_weight))
+        with self._look():
+            state: S = self._signed(self._observe(*self._scaled(cleared(x, y, mask)), log_weight))
         return state
 
     def condition(
@@ -135,7 +136,8 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
         chunk = self._chunk() if chunk is None else chunk
         checks.positive("chunk", chunk)
         self._check(x, y, mask, chunk=chunk)
-        state: S = self._signed(self._seen(x, y, mask, chunk))
+        with self._look():
+            state: S = self._signed(self._seen(x, y, mask, chunk))
         return state
 
     def condition_chunks(self, chunks: Iterable[tuple[Tensor, ...]], *, initial: S | None = None) -> S:
@@ -159,7 +161,7 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
                 return initial
             made: S = self._signed(self._condition(kept))
             return made if initial is None else initial.merge(made)
-        state: S = streamed((self._signed(self._observe(*chunk, None)) for chunk in seen), initial)
+        state: S = streamed(map(self._part, seen), initial)
         return state
 
     def update(
@@ -174,15 +176,16 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
         """The state with more points; old ones are never needed, and nothing is read."""
         if chunk is not None:
             checks.positive("chunk", chunk)
-        self._require_own(state)
-        self._check(x, y, mask, values=False)
-        if x.shape[0] != (batch := state.batch):
-            raise ValueError(
-                f"x is a batch of {x.shape[0]}, but the state one of {batch}: they must be the same"
-            )
-        state = self._extended(state, x, y, mask, chunk)
-        if state.fingerprint == NOTHING:  # there was nothing before: these weights have made all of it
-            state = self._signed(state)
+        with self._look():
+            self._require_own(state)
+            self._check(x, y, mask, values=False)
+            if x.shape[0] != (batch := state.batch):
+                raise ValueError(
+                    f"x is a batch of {x.shape[0]}, but the state one of {batch}: they must be the same"
+                )
+            state = self._extended(state, x, y, mask, chunk)
+            if state.fingerprint == NOTHING:  # there was nothing before: these weights have made all of it
+                state = self._signed(state)
         return state
 
     def predict(self, memory: M, xt: Float[Tensor, "b m x"], *, chunk: int = 4096) -> Distribution:
@@ -265,7 +268,13 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
         """The state of checked points, `chunk` of them at a time."""
         if x.shape[1] <= chunk:
             return self._merged([self._scaled(cleared(x, y, mask))])
-        return self._condition(self._slices(x, y, mask, chunk))
+        return self._condition(map(self._scaled, slices(x, y, mask, chunk)))
+
+    def _part(self, chunk: Chunk) -> S:
+        """The state of a checked chunk, signed."""
+        with self._look():
+            part: S = self._signed(self._observe(*chunk, None))
+        return part
 
     def _extended(self, state: S, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int | None) -> S:
         """A state with more points, checked but for their values."""

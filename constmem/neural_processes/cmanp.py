@@ -1,6 +1,6 @@
 """Constant Memory Attentive Neural Process: stacked CMABs, and a decoder that reads every level."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import reduce
 from typing import Any, ClassVar, Unpack
 
@@ -12,12 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from constmem.core import checks
 from constmem.core.block import CMABStack
 from constmem.core.fold import Chunk, fold, fused_fold
-from constmem.core.layers import MLP, keep_variance
+from constmem.core.layers import MLP, keep_variance, on_gpu
+from constmem.core.model import listed
 from constmem.core.moments import Moments
 from constmem.core.observation import Observation
 from constmem.core.product import Product
 from constmem.kernels import Graphs
-from constmem.neural_processes.heads import Corrected
+from constmem.neural_processes.heads import Corrected, through_levels
 from constmem.neural_processes.regression import Posterior, Regression
 from constmem.neural_processes.transformers import LevelProcess, LevelSettings
 
@@ -49,6 +50,7 @@ class CMANP(LevelProcess[Any, Any]):
     """
 
     name: ClassVar[str] = "cmanp"
+    decoding: ClassVar[Set[str]] = {"embed_target", "cross", "feed", "head", "recall"}
     newer: ClassVar[Mapping[str, Any]] = {"moments": 0, "experts": 32}
 
     def __init__(
@@ -87,7 +89,7 @@ class CMANP(LevelProcess[Any, Any]):
 
     def _observe(self, x: Tensor, y: Tensor, mask: Tensor | None, log_weight: Tensor | None) -> Any:
         points = torch.cat([x, y], -1).to(self.dtype)
-        slots = self.stack.observe(points, mask, log_weight, embed=self.embed)
+        slots = self.stack.observation.observe(points, mask, log_weight, embed=self.embed)
         if self.regression is None:
             return slots
         return Product(slots, self.regression.observe(x, y, mask, log_weight))
@@ -95,9 +97,10 @@ class CMANP(LevelProcess[Any, Any]):
     def _extended(self, state: Any, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int | None) -> Any:
         if x.shape[1] == 1 and mask is None and not self._learns():
             own_x, own_y, _ = self._scaled((x, y, None))
-            points, weights = torch.cat([own_x, own_y], -1).to(self.dtype), self._weights_of(state)
+            points = torch.cat([own_x, own_y], -1).to(self.dtype)
             slots = state if self.regression is None else state.slots
-            found = self.stack.observation.extended(slots, points, embed=self.embed, known_as=weights)
+            own: Any = self._modules  # past the look-ups of modules: small updates feel those
+            found = own["stack"]._modules["observation"].extended(slots, points, embed=own["embed"])
             if found is not None and checks.surely_finite(points):  # asked last: a GPU is at work meanwhile
                 if self.regression is None:
                     return found
@@ -119,10 +122,9 @@ class CMANP(LevelProcess[Any, Any]):
         return Product(slots, reduce(Moments.merge, parts))
 
     def observing_parameters(self) -> list[Tensor]:
-        stack: Any = self._modules["stack"]  # past the look-ups of modules: small updates feel those
-        embed: Any = self._modules["embed"]
+        own: Any = self._modules
         features = [] if self.regression is None else [self.regression.frequencies]
-        return [*embed.tensors(), *stack._modules["observation"].weights(), *features]
+        return [*listed(own["embed"], own["stack"]._modules["observation"]), *features]
 
     @property
     def layout(self) -> tuple[int, ...]:
@@ -133,8 +135,8 @@ class CMANP(LevelProcess[Any, Any]):
     def read(self, state: Any) -> Any:
         """The latents after every block; with moments also the experts' posterior."""
         if self.regression is None:
-            return self._graphs.run(self, self._read, state.value)
-        latents = self._graphs.run(self, self._read, state.slots.value)
+            return self._run(self._read, state.value)
+        latents = self._run(self._read, state.slots.value)
         posterior = self.regression.read(state.moments)
         corrected = posterior.evidence + self.weigh(latents[:, -1].mean(1)).double()
         return latents, *posterior._replace(evidence=corrected.log_softmax(-1))
@@ -144,12 +146,17 @@ class CMANP(LevelProcess[Any, Any]):
 
     def decode(self, memory: Any, xt: Float[Tensor, "b m x"]) -> tuple[Tensor, ...]:
         if self.regression is None:
-            return self._graphs.run(self, self._decode, memory, xt)
-        found: tuple[Tensor, ...] = self._graphs.run(self, self._decode_experts, *memory, xt)
-        return found
+            return self._run(self._decode, memory, xt)  # type: ignore[no-any-return]
+        return self._run(self._decode_experts, *memory, xt)  # type: ignore[no-any-return]
+
+    def _run(self, work: Callable[..., Any], *given: Tensor) -> Any:
+        """Work of many small launches, put together on a GPU."""
+        return self._graphs.run(self, work, *given) if on_gpu(given[0]) else work(*given)
 
     def _decode(self, memory: Tensor, xt: Tensor) -> tuple[Tensor, Tensor]:
-        return self._decode_levels(memory.unbind(1), xt)
+        tokens = self.embed_target(xt.to(self.dtype))
+        mean, std = self.head(through_levels(tokens, memory.unbind(1), self.cross, self.feed))
+        return mean, std
 
     def _decode_experts(self, latents: Tensor, *posterior_and_xt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert self.regression is not None
@@ -159,7 +166,7 @@ class CMANP(LevelProcess[Any, Any]):
         log_weight = posterior.evidence[:, None].expand(-1, xt.shape[1], -1)
         known = torch.cat([mean.flatten(2), std.log().flatten(2), log_weight.exp()], -1)
         tokens = self.embed_target(xt.to(self.dtype)) + self.recall(known.to(self.dtype))
-        tokens = self._attended(tokens, latents.unbind(1))
+        tokens = through_levels(tokens, latents.unbind(1), self.cross, self.feed)
         found = *self.head(tokens, mean, std), log_weight
         wide = torch.promote_types(self.dtype, torch.float32)
         return found[0].to(wide), found[1].to(wide), found[2].to(wide)

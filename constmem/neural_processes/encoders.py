@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from constmem.core.algebra import EMPTY, bias_of, settle
 from constmem.core.layers import MLP, attend, check_heads, keep_variance
 from constmem.core.memory import Needs
+from constmem.core.model import listed
 from constmem.core.state import AttentionState
 
 
@@ -84,7 +85,7 @@ class PoolingPair(nn.Module):
 
     def observing(self) -> list[Tensor]:
         """The weights that its states depend on."""
-        return [t for pre in self.pre for t in pre.tensors()]  # type: ignore[operator]
+        return listed(*self.pre)
 
     def read(self, state: AttentionState, which: int) -> Float[Tensor, "b o"]:
         """What one of the encoders makes of its mean."""

@@ -1,6 +1,6 @@
 """From tokens to distributions: the last steps of models, and mixtures of what samples predict."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import log
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -99,6 +99,19 @@ def linear_in_parts(
         total = term if total is None else total + term
     assert total is not None
     return total
+
+
+def through_levels(
+    tokens: Float[Tensor, "b m d"],
+    levels: Iterable[Float[Tensor, "b n d"]],
+    cross: nn.ModuleList,
+    feed: nn.ModuleList,
+    mask: Bool[Tensor, "b n"] | None = None,
+) -> Float[Tensor, "b m d"]:
+    """The tokens of targets after attending to every level; they never see each other."""
+    for level, attend_to, forward in zip(levels, cross, feed, strict=True):
+        tokens = forward(attend_to(tokens, level, mask))
+    return tokens
 
 
 def normal(mean: Tensor, std: Tensor) -> Normal:

@@ -76,6 +76,12 @@ def filled(parts: Iterator[tuple[Tensor, ...]], m: int) -> tuple[Tensor, ...]:
     return whole
 
 
+def near(bounds: Sequence[float], number: float) -> bool:
+    """Whether a number is in a range, or beyond it by at most half of its width."""
+    (low, high), more = bounds, (bounds[1] - bounds[0]) / 2
+    return low - more <= number <= high + more
+
+
 def batch_of(memory: Tensor | tuple[Any, ...]) -> int:
     """The batch of what `read` gave: its first tensor's."""
     while not isinstance(memory, Tensor):
@@ -193,8 +199,9 @@ class PointModel(Model, Generic[S]):
     # Inside
 
     def _signed_by(self) -> Sequence[Tensor]:
-        parameters = super()._signed_by()
-        return parameters if self.scales is None else [*parameters, *self.scales.buffers()]
+        scales = self._modules["scales"]  # past the look-up of modules
+        own = self.observing_parameters()
+        return own if scales is None else [*own, *scales.buffers()]
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
         units = {k.removeprefix(_UNITS): t for k, t in tensors.items() if k.startswith(_UNITS)}
@@ -203,11 +210,8 @@ class PointModel(Model, Generic[S]):
 
     def _scaled(self, chunk: Chunk) -> Chunk:
         """Points in the model's own units."""
-        return chunk if self.scales is None else cleared(*self.scales(chunk))
-
-    def _slices(self, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> Iterator[Chunk]:
-        """Points in chunks and in the model's own units."""
-        return map(self._scaled, slices(x, y, mask, chunk))
+        scales = self._modules["scales"]
+        return chunk if scales is None else cleared(*scales(chunk))
 
     def _check(
         self, x: Tensor, y: Tensor, mask: Tensor | None, *, values: bool = True, chunk: int = 4096
@@ -217,17 +221,28 @@ class PointModel(Model, Generic[S]):
         checks.points("y", y, self.dim_y, like=x, device=device)
         if mask is not None:
             checks.mask(mask, x)
+        compared = self.domain and (x.shape[1] > 1 or self._due()) and not checks.traced(device)
+        own = self._taken(x, y) if compared else ()
+        if compared and mask is None and self._familiar(*zip("xy", own, strict=True)):
+            return
         if values:
             self._check_values(x, y, mask, chunk)
-        if self.domain and (x.shape[1] > 1 or self._due()) and not checks.traced(device):
-            own_x, own_y, _ = self._scaled((x, y, None))
-            self._compare_with_domain("x", own_x, mask)
-            self._compare_with_domain("y", own_y, mask)
+        for name, points in zip("xy", own, strict=False):
+            self._compare_with_domain(name, points, mask)
 
     def _due(self) -> bool:
         """Whether a single point is to be looked at: not every one is, since that takes 10 us."""
         self._calls[0] += 1
         return self._calls[0] % 64 == 1
+
+    def _familiar(self, *named: tuple[str, Tensor]) -> bool:
+        """Whether all numbers are as those the model was trained on, and so finite: one wait for a GPU."""
+        bounds = [bound for name, _ in named for bound in self.domain.get(name, [])]
+        flat = [points.reshape(-1, points.shape[-1]) for _, points in named]
+        if len(bounds) != sum(t.shape[-1] for t in flat) or not all(map(len, flat)):
+            return False
+        least, most = zip(*(t.aminmax(dim=0) for t in flat), strict=True)
+        return all(map(near, bounds + bounds, torch.cat([*least, *most]).tolist()))
 
     def _compare_with_domain(self, name: str, points: Tensor, mask: Tensor | None = None) -> None:
         """Warn, once, of numbers beyond what the model was trained on by more than half of that range."""
@@ -236,7 +251,7 @@ class PointModel(Model, Generic[S]):
             return
         for channel, (low, high) in enumerate(self.domain.get(name, [])):
             least, most = (v.item() for v in real[:, channel].aminmax())
-            if least < low - (high - low) / 2 or most > high + (high - low) / 2:
+            if not all(near((low, high), v) for v in (least, most)):
                 self.domain = {}
                 warnings.warn(
                     f"channel {channel} of {name} goes from {least:.3g} to {most:.3g} in the model's units, "
@@ -260,8 +275,11 @@ class PointModel(Model, Generic[S]):
         """Refuse targets of other channels, elsewhere, or not finite as the model takes them."""
         checks.points("xt", xt, self.dim_x, device=self.device)
         taken = xt if self.scales is None else self.scales.inputs(xt)
+        compared = bool(self.domain) and not checks.traced(self.device)
+        if compared and self._familiar(("x", taken.to(self.dtype))):
+            return
         checks.finite("xt", xt, taken=taken.to(self.dtype))
-        if self.domain and not checks.traced(self.device):
+        if compared:
             self._compare_with_domain("x", taken)
 
     def _taken(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

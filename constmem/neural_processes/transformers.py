@@ -13,7 +13,7 @@ from constmem.core.checks import positive
 from constmem.core.layers import MLP, CrossAttention, FeedForward, Residual, SelfAttention
 from constmem.core.memory import Needs
 from constmem.neural_processes.base import M, NeuralProcess
-from constmem.neural_processes.heads import Gaussian, Levels, Std
+from constmem.neural_processes.heads import Gaussian, Levels, Std, through_levels
 from constmem.neural_processes.points import S
 from constmem.neural_processes.stored import StoredPoints, StoringProcess
 
@@ -99,24 +99,11 @@ class LevelProcess(TokenProcess[S, M]):
         self.head: nn.Module = Gaussian(**self._set("dim", "hidden", "std"), dim_y=self.dim_y)
 
     def _decode_levels(
-        self,
-        levels: Iterable[Float[Tensor, "b n d"]],
-        xt: Float[Tensor, "b m x"],
-        mask: Bool[Tensor, "b n"] | None = None,
+        self, levels: Iterable[Tensor], xt: Tensor, mask: Tensor | None = None
     ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
         """Predictions at targets that attend to every level, and never see each other."""
-        return self.head(self._attended(self.embed_target(xt.to(self.dtype)), levels, mask))  # type: ignore[no-any-return]
-
-    def _attended(
-        self,
-        tokens: Float[Tensor, "b m d"],
-        levels: Iterable[Float[Tensor, "b n d"]],
-        mask: Bool[Tensor, "b n"] | None = None,
-    ) -> Float[Tensor, "b m d"]:
-        """The tokens of targets after every level."""
-        for level, attend_to, forward in zip(levels, self.cross, self.feed, strict=True):
-            tokens = forward(attend_to(tokens, level, mask))
-        return tokens
+        tokens = self.embed_target(xt.to(self.dtype))
+        return self.head(through_levels(tokens, levels, self.cross, self.feed, mask))  # type: ignore[no-any-return]
 
 
 class LBANP(LevelProcess[StoredPoints, Tensor], StoringProcess[Tensor]):
@@ -248,10 +235,7 @@ class _Layer(nn.Module):
         nn.init.zeros_(self.out.bias)
 
     def forward(
-        self,
-        x: Float[Tensor, "b m d"],
-        context: Float[Tensor, "b n d"],
-        mask: Bool[Tensor, "b n"] | None,
+        self, x: Float[Tensor, "b m d"], context: Float[Tensor, "b n d"], mask: Bool[Tensor, "b n"] | None
     ) -> Float[Tensor, "b m d"]:
         q, k, v = self.project(x, context)
         x = self.norm(x + self.out(layers.attend(q, k, v, mask).transpose(1, 2).flatten(2)))

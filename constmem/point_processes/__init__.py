@@ -9,10 +9,6 @@ from constmem.point_processes.cmhp import CMHP
 from constmem.point_processes.model import Prediction
 from constmem.point_processes.states import ConstantState, EventMonoid, EventState, StoredEvents
 
-MODELS: dict[str, type[PointProcess[Any]]] = {
-    name: globals()[registry.MODELS[name].kind] for name in registry.EVENTS
-}
-
 __all__ = [
     "CMHP",
     "GRU",
@@ -27,3 +23,7 @@ __all__ = [
     "Transition",
     "Trivial",
 ]
+
+MODELS: dict[str, type[PointProcess[Any]]] = {
+    name: globals()[registry.MODELS[name].kind] for name in registry.EVENTS
+}

@@ -23,6 +23,7 @@ from constmem.point_processes.padding import NOTHING, Given, moments
 from constmem.point_processes.states import EventState
 
 S = TypeVar("S", bound=EventState, default=EventState)
+Scanned = tuple[Float[Tensor, "b t f"], dict[str, Tensor]]  # what is known before events; what is remembered
 Moments = Real[Tensor, "*b"] | Given  # a time, or one for each stream
 POSITIONS = 4096  # of a batch that are read at once, and on a GPU as many as it has MiB, up to:
 MANY = 65_536  # less than half a MiB each, while a CMHP of the default size is trained
@@ -42,9 +43,7 @@ class PointProcess(EventModel, Generic[S]):
         """The memory after some more events."""
 
     @abstractmethod
-    def _scan(
-        self, state: S, chunk: Chunk, wanted: Bool[Tensor, "b t"] | None
-    ) -> tuple[Float[Tensor, "b t f"], dict[str, Tensor]]:
+    def _scan(self, state: S, chunk: Chunk, wanted: Bool[Tensor, "b t"] | None) -> Scanned:
         """What is known before each event of a chunk, and the memory after all of them.
 
         Args:
@@ -90,11 +89,11 @@ class PointProcess(EventModel, Generic[S]):
 
     def condition(self, events: Events, *, initial: S | None = None, chunk: int = 4096) -> S:
         """The state after these events (and those that `initial` has seen); the chunk changes nothing."""
-        checks.positive("chunk", chunk)
-        state = self._begin(events, initial)
-        for part in pieces(events, state.last_time, chunk):
-            state = state.moved(part, self._observe(state, part))
-        return self._claimed(state)
+        with self._look():
+            state = self._begin(events, initial)
+            for part in pieces(events, state.last_time, chunk):
+                state = state.moved(part, self._observe(state, part))
+            return self._claimed(state)
 
     def update(
         self,
@@ -112,13 +111,14 @@ class PointProcess(EventModel, Generic[S]):
             marks: -1 (or None for all) where unknown.
             mask: True = real; where a stream has fewer events than others, the missing ones come last.
         """
-        self._require_own(state)
-        for part in streamed(state.last_time, times, marks, mask, self.num_marks, chunk):
-            if not self._looked:
-                self._look_at(part.gaps)
-            state = state.moved(part, self._observe(state, part))
-        self._require_near(state.start, state.last_time)
-        return self._claimed(state)
+        with self._look():
+            self._require_own(state)
+            for part in streamed(state.last_time, times, marks, mask, self.num_marks, chunk):
+                if not self._looked:
+                    self._look_at(part.gaps)
+                state = state.moved(part, self._observe(state, part))
+            self._require_near(state.start, state.last_time)
+            return self._claimed(state)
 
     def query(self, state: S) -> Prediction:
         """The next event of each stream."""
@@ -129,7 +129,7 @@ class PointProcess(EventModel, Generic[S]):
         """At place (b, i) the prediction of event i of stream b from the events before it."""
         state = self._begin(events, initial)
         features, befores = [], []
-        for part in pieces(events, state.last_time, chunk or self._stride(events)):
+        for part in pieces(events, state.last_time, self._stride(events, chunk)):
             known, memory = self._scan(state, part, self._few(part.real))
             state = state.moved(part, memory)
             features.append(known)
@@ -212,9 +212,8 @@ class PointProcess(EventModel, Generic[S]):
         )
 
     def _claimed(self, state: S) -> S:
-        """The state signed by these weights if they have made all of it; one that is signed was checked."""
-        signed: S = self._signed(state) if state.fingerprint == UNSIGNED else state
-        return signed
+        """The state signed by these weights if they have made all of it."""
+        return self._signed(state) if state.fingerprint == UNSIGNED else state
 
     def _prediction(self, features: Tensor, last_time: Tensor) -> Prediction:
         return Prediction(self._gap(features), last_time, features, self.mark_head, self.scale)
@@ -237,7 +236,7 @@ class PointProcess(EventModel, Generic[S]):
         if not events.times.shape[1]:
             nothing = events.times.to(self.dtype)
             return nothing, nothing, state
-        stride = chunk or self._stride(events)
+        stride = self._stride(events, chunk)
         parts = pieces(events, state.last_time, stride)
         chunks = list(zip(parts, wanted.split(stride, 1), strict=True))
         plan = Walk(partial(self._score, some=some), chunks, self.seeds(len(chunks), generator))
@@ -263,11 +262,12 @@ class PointProcess(EventModel, Generic[S]):
         left = (events.t_end - state.last_time).clamp_min(0.0)
         return torch.where(left > 0, self._gap(self.read(state)).log_survival(left), 0.0)
 
-    def _stride(self, events: Events) -> int:
+    def _stride(self, events: Events, chunk: int | None = None) -> int:
+        checks.positive("chunk", 1 if chunk is None else chunk)
         positions = POSITIONS
         if self.device.type == "cuda":
             positions = min(torch.cuda.get_device_properties(self.device).total_memory >> 20, MANY)
-        return max(16, positions // max(len(events), 1))
+        return chunk or max(16, positions // max(len(events), 1))
 
     def _begin(self, events: Events, initial: S | None) -> S:
         """The state to start from, of events that fit the model and the state."""

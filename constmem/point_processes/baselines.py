@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from constmem.core.checks import positive
 from constmem.core.layers import check_heads
-from constmem.point_processes.base import PointProcess, Transition
+from constmem.point_processes.base import PointProcess, Scanned, Transition
 from constmem.point_processes.chunks import Chunk, shifted
 from constmem.point_processes.heads import GapFeatures, MarkEmbedding, sinusoids
 from constmem.point_processes.model import EventSettings, HeadSettings
@@ -47,12 +47,7 @@ class Trivial(PointProcess[EventMonoid]):
     def _observe(self, state: EventMonoid, chunk: Chunk) -> dict[str, Tensor]:  # noqa: ARG002
         return {}
 
-    def _scan(
-        self,
-        state: EventMonoid,  # noqa: ARG002
-        chunk: Chunk,
-        wanted: Bool[Tensor, "b t"] | None,  # noqa: ARG002
-    ) -> tuple[Float[Tensor, "b t f"], dict[str, Tensor]]:
+    def _scan(self, state: EventMonoid, chunk: Chunk, wanted: Tensor | None) -> Scanned:  # noqa: ARG002
         return self.known.expand(*chunk.times.shape, -1), {}
 
 
@@ -85,12 +80,7 @@ class GRU(Transition):
         """The vector after the last event."""
         return state.memory["known"]
 
-    def _scan(
-        self,
-        state: EventState,
-        chunk: Chunk,
-        wanted: Bool[Tensor, "b t"] | None,  # noqa: ARG002
-    ) -> tuple[Float[Tensor, "b t f"], dict[str, Tensor]]:
+    def _scan(self, state: EventState, chunk: Chunk, wanted: Tensor | None) -> Scanned:  # noqa: ARG002
         tokens = self.marks(chunk.marks) + self.gaps(self.scale.standard(chunk.gaps))
         before = state.memory["known"]
         after, _ = self.cell(tokens, before[None].contiguous())
@@ -142,12 +132,7 @@ class THP(PointProcess[StoredEvents]):
     def _observe(self, state: StoredEvents, chunk: Chunk) -> dict[str, Tensor]:
         return self._scan(state, chunk, None)[1]
 
-    def _scan(
-        self,
-        state: StoredEvents,
-        chunk: Chunk,
-        wanted: Bool[Tensor, "b t"] | None,  # noqa: ARG002
-    ) -> tuple[Float[Tensor, "b t f"], dict[str, Tensor]]:
+    def _scan(self, state: StoredEvents, chunk: Chunk, wanted: Tensor | None) -> Scanned:  # noqa: ARG002
         before = self._caught_up(state).memory
         tokens: Tensor = self.marks(chunk.marks)
         clock = self.scale.since(state.start[:, None], chunk.times)

@@ -25,7 +25,7 @@ from constmem.core.block import CMABStack
 from constmem.core.checks import positive
 from constmem.core.layers import MLP, Residual, keep_variance
 from constmem.core.state import AttentionState
-from constmem.point_processes.base import PointProcess
+from constmem.point_processes.base import PointProcess, Scanned
 from constmem.point_processes.chunks import Chunk, shifted, windows
 from constmem.point_processes.heads import GapFeatures, MarkEmbedding, sinusoids
 from constmem.point_processes.model import HeadSettings
@@ -136,9 +136,7 @@ class CMHP(PointProcess[ConstantState]):
         joined = state.attention.merge(seen)
         return {"value": joined.value, "lse": joined.lse} | state.recent_after(chunk)
 
-    def _scan(
-        self, state: ConstantState, chunk: Chunk, wanted: Bool[Tensor, "b t"] | None
-    ) -> tuple[Float[Tensor, "b t f"], dict[str, Tensor]]:
+    def _scan(self, state: ConstantState, chunk: Chunk, wanted: Bool[Tensor, "b t"] | None) -> Scanned:
         clock = self.scale.since(state.start[:, None], chunk.times)
         q, k, v = self._attended(chunk, clock)
         rates, held = self._rates(), state.attention

@@ -93,8 +93,7 @@ def sample(
     """A future of each stream: see `PointProcess.sample`."""
     if (n is None) == (until is None):
         raise ValueError("say either how many events to draw, n=, or up to when, until=")
-    if n is not None:
-        checks.positive("n", n)
+    checks.positive("n", 1 if n is None else n)
     begin, end = state.last_time, None
     if until is not None:
         end = torch.as_tensor(until, dtype=torch.float64, device=begin.device).expand(begin.shape)
@@ -118,8 +117,8 @@ def sample(
         state = model.update(state, time, mark, mask=None if end is None else running)
         drawn.append((state.last_time, torch.where(running, mark, -1), running))
     none = begin[:, None][:, :0]
-    parts = [torch.stack(p, 1) for p in zip(*drawn, strict=True)] or [none, none.long(), none.bool()]
-    times, marks, alive = parts
+    parts = [torch.stack(p, 1) for p in zip(*drawn, strict=True)]
+    times, marks, alive = parts or (none, none.long(), none.bool())
     return Events(times, marks, alive, begin, end, model.unit or "unit", model.num_marks)
 
 
@@ -133,7 +132,7 @@ class HeadSettings(TypedDict, total=False):
 
 
 class EventSettings(HeadSettings, total=False):
-    """All settings of an `EventModel`."""
+    """All settings."""
 
     dim: int
     mark_given_gap: bool

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from constmem.core import checks
 from constmem.core.files import read_tensors, write_tensors
-from constmem.core.forgetting import Decay, Window, require_possible, restored, written
-from constmem.core.identity import Snapshot
+from constmem.core.monoid import Decay, Window, require_possible, restored, written
+from constmem.kernels import Snapshot
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
 
@@ -141,13 +141,9 @@ class Stream:
         """Write the stream (without its model), atomically, as one safetensors file."""
         held = self._held
         shell = {"filled": held.filled, "parts": len(held.parts), "batch": self.batch}
-        header = {
-            "format": KIND,
-            "version": str(VERSION),
-            "state": self.model.state_type.KIND,
-            "fingerprint": self.model._name_of_weights() or "",
-            "shell": json.dumps(shell | {"forget": written(self.forget)}),
-        }
+        header = {"format": KIND, "version": str(VERSION), "state": self.model.state_type.KIND}
+        header["fingerprint"] = self.model._name_of_weights() or ""
+        header["shell"] = json.dumps(shell | {"forget": written(self.forget)})
         numbered = enumerate(part.tensors() for part in held.parts)
         tensors = {f"{i}.{name}": t for i, part in numbered for name, t in part.items()}
         write_tensors(path, tensors, header)
@@ -212,7 +208,7 @@ class Stream:
 
     def _read(self, held: _Held) -> Any:
         """What predictions need of what is held: as remembered, if nothing has changed since."""
-        weights = self.model.weights()
+        weights = self.model.reading_weights()
         reading = self._reading
         if reading is None or reading.held is not held or not reading.weights.holds(weights):
             state = _whole(held)
@@ -265,6 +261,9 @@ def _loaded(model: AnyModel, shell: Any, tensors: dict[str, Tensor], fingerprint
     for name, tensor in tensors.items():
         number, _, own = name.partition(".")
         named[int(number)][own] = tensor
+        most = model.num_marks if isinstance(model, PointProcess) else 0
+        if own.endswith(("last_mark", "marks")) and bool((tensor >= most).any()):
+            raise ValueError(f"{own} holds marks beyond the model's {most}")
     parts = tuple(model.state_type.of_tensors(each, fingerprint).to(model.device) for each in named)
     stream = Stream(model, batch=parts[0].batch if parts else shell["batch"], forget=forget)
     bucket, kept = (forget.bucket, forget.kept(filled)) if isinstance(forget, Window) else (1, 0)

@@ -52,6 +52,7 @@ def fit(
     _say(done, f"{done.task} of {target} learned from", out)
     if done.task == "regression" and task == "auto":
         print("numbers are predicted; give --task classification if they name classes")
+    print(f"next: constmem predict {out} NEW.csv --out predicted.csv; constmem update {out} MORE.csv")
 
 
 def update(
@@ -120,7 +121,9 @@ def _number(forget: str | None) -> float | str | None:
 
 
 def _say(done: "Outcome", words: str, out: Path) -> None:
-    print(f"{words} {done.rows:,} rows: {out} ({out.stat().st_size / 1e6:.2f} MB)")
+    size = out.stat().st_size
+    shown = f"{size / 1e6:.2f} MB" if size >= 10_000 else f"{size:,} bytes"
+    print(f"{words} {done.rows:,} rows: {out} ({shown})")
     _left_out(done)
 
 

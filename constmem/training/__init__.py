@@ -190,7 +190,7 @@ def fit_file(
         by: Any = split or "sequence"
         log = EventLog.read(path, **given, by=by)
         fit_events(log, model, columns={"file": str(path), **given, "split": by}, **how)
-        return []
+        return [f"what comes next: constmem forecast {how['out']} {path} --out next.csv"]
     _refuse(events, f"are for models of events, but {model!r} is one of points: use --x, --y, --group")
     if path.suffix not in ROWS:
         raise ValueError(f"{model!r} is a model of points, which are read from {', '.join(ROWS)}, not {path}")
@@ -200,7 +200,7 @@ def fit_file(
             f"{path} without --group is one task, and {model} learns from many. For one table use an "
             f"estimator, which trains nothing: constmem fit {path} --target {y or 'COLUMN'} --out "
             f"{path.stem}.model. If a column says which rows belong together (a sensor, a patient, a day), "
-            f"give --group COLUMN; {NONE} trains on all rows as one task. Columns are "
+            f"give --group COLUMN; --group {NONE} trains on all rows as one task. Columns are "
             f"{', '.join(Table.columns(path))}"
         )
     if not x or not y:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import memray
 import pytest
 import torch
 from literal import Literal
@@ -18,24 +17,6 @@ from constmem.neural_processes.heads import normal
 MB = 2**20
 FEW, MANY = 20_000, 200_000
 Peak = Callable[[Callable[[], object]], int]
-
-
-@pytest.fixture
-def peak(tmp_path: Path) -> Peak:
-    """Bytes a function holds at its worst moment, all allocators counted; what it starts with is not."""
-    number = 0
-
-    def measured(function: Callable[[], object]) -> int:
-        nonlocal number
-        number += 1
-        path = tmp_path / f"{number}.bin"
-        function()  # what is allocated once, for good, is no peak
-        with memray.Tracker(path):
-            function()
-        with memray.FileReader(path) as reader:
-            return reader.metadata.peak_memory
-
-    return measured
 
 
 @pytest.fixture

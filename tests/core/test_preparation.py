@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from constmem import CMANP
-from constmem.core.identity import Snapshot
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
-from constmem.kernels import cpu
+from constmem.kernels import Snapshot, cpu
 
 DEVICES = [
     pytest.param("cpu", id="machine code"),

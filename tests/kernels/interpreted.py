@@ -7,18 +7,19 @@ import copy
 import json
 import sys
 from collections.abc import Callable
+from math import gcd
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from constmem import CMANP
+from constmem import CMANP, kernels
 from constmem.core.algebra import EMPTY
 from constmem.core.layers import MLP
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
-from constmem.kernels import cpu, gpu
+from constmem.kernels import cpu, gpu, graphs
 from constmem.kernels.paths import GPU, PATHS
 
 SIZES = (1, 1), (2, 2), (3, 65), (1, 300)  # tasks, points
@@ -98,7 +99,8 @@ def observe(*, dim: int, heads: int, slots: int, kind: str, precision: str) -> l
         seen = found.observe(data, mask, weight, embed=embed)
         doubled = None if weight is None else weight.double()
         expected = exactly(lambda: wide.observe(data.double(), mask, doubled, embed=wide_embed))  # noqa: B023
-        rows.append(errors(seen, expected) | {"plans": len(found.prepared(embed).plans._laid)})  # type: ignore[union-attr]
+        laid = found.prepared(embed).plans._laid  # type: ignore[union-attr]
+        rows.append(errors(seen, expected) | {"plans": sum(plan is not None for plan in laid.values())})
     return rows
 
 
@@ -160,7 +162,8 @@ def extend(*, dim: int, heads: int, slots: int, tasks: int, depth: int) -> dict[
         extended = found.extended(askew, data[:, 1:], embed=embed)
     second = exactly(lambda: first.merge(wide.observe(data[:, 1:].double(), embed=wide_embed)))
     assert extended is not None
-    return errors(extended, second) | {"launches": [embeds.call_count, merges.call_count]}
+    merged = [call for call in merges.call_args_list if call.args[0] is triton_merge._extended]
+    return errors(extended, second) | {"launches": [embeds.call_count, len(merged)]}
 
 
 def changed() -> list[float]:
@@ -201,8 +204,47 @@ def merge() -> dict[str, float]:
     return found
 
 
+def mixed(tensors: list[Tensor]) -> int:
+    """The checksum of tensors by its formula, word by word."""
+    data = [t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
+    word = gcd(4, *(len(d) for d in data))
+    total = place = 0
+    for piece in data:
+        for i in range(0, len(piece), word):
+            x = place << 32 | int.from_bytes(piece[i : i + word], "little")
+            x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+            x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+            total, place = total + (x ^ x >> 31), place + 1
+    return total % 2**64
+
+
+def checksum() -> dict[str, Any]:
+    """How often a checksum is not that of the formula, does not see one bit, or sees what is not there."""
+    from constmem.kernels import triton_merge
+
+    triton_merge.WORDS = 64
+    torch.manual_seed(0)
+    wrong = {"formula": 0, "missed": 0, "imagined": 0}
+    for sizes, dtype in (((1,), torch.float32), ((65, 0, 64, 200), torch.float32), ((33, 4), torch.bfloat16),
+                         ((64, 3), torch.float64), ((7, 130), torch.int8)):  # fmt: skip
+        tensors = [(100 * torch.randn(size)).to(dtype) for size in sizes]
+        wrong["formula"] += graphs.Checksum(tensors)() != mixed(tensors)
+        before = kernels.Snapshot(tensors)
+        for t in tensors:
+            flat = t.view(torch.uint8)
+            for place in torch.randint(0, max(1, len(flat)), (4 * bool(len(flat)),)).tolist():
+                for bit in (0, 7):
+                    flat[place] ^= 1 << bit
+                    wrong["missed"] += before.holds(tensors)
+                    flat[place] ^= 1 << bit
+                    wrong["imagined"] += not before.holds(tensors)
+        wrong["missed"] += before.holds([t.roll(1) for t in tensors]) and len(tensors) > 1
+        wrong["imagined"] += not before.holds([t.clone() for t in tensors])
+    return wrong | {"failures": failures()}
+
+
 CASES: dict[str, Callable[..., Any]] = {
-    case.__name__: case for case in (observe, leaves_out, trained, update, extend, changed, merge)
+    case.__name__: case for case in (observe, leaves_out, trained, update, extend, changed, merge, checksum)
 }
 
 if __name__ == "__main__":

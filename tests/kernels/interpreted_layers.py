@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from constmem import CMANP
+from constmem.core import layers as core_layers
 from constmem.core.layers import CrossAttention, FeedForward, SelfAttention
 from constmem.kernels import gpu, layers
 
@@ -29,7 +30,7 @@ def ready() -> None:
     from constmem.kernels import triton_feed_forward as triton_norm
 
     triton_norm.TF32, triton_norm.HALF, layers.HALF = "ieee", tl.float16, torch.float16
-    layers.on_gpu = lambda _: True
+    layers.on_gpu = core_layers.on_gpu = lambda _: True
     layers._coarse = lambda: True
     gpu.able = lambda _: True
     gpu.place = lambda _: torch.device("cpu")

@@ -22,6 +22,7 @@ from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
 from constmem.kernels import cpu, gpu, graphs
 from constmem.kernels.paths import GPU
+from constmem.neural_processes import cmanp
 
 has_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 KINDS = "plain", "masked", "weighted", "embedded", "sharp"
@@ -93,6 +94,12 @@ def test_weights_changed_between_updates_are_seen_by_the_kernels() -> None:
     (differences,) = interpreted(("changed", {}))
     assert len(differences) == 2 * 15
     assert max(differences) < 1e-4
+
+
+@has_triton
+def test_the_checksum_is_that_of_its_formula_and_sees_every_bit() -> None:
+    (found,) = interpreted(("checksum", {}))
+    assert found == {"formula": 0, "missed": 0, "imagined": 0, "failures": []}
 
 
 @pytest.fixture
@@ -266,6 +273,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(graphs, "_capture", capture)
     monkeypatch.setattr(gpu, "usable", lambda _: True)
+    monkeypatch.setattr(cmanp, "on_gpu", lambda _: True)
     return made
 
 

@@ -183,8 +183,7 @@ def test_gradients_of_parts_are_those_of_the_whole(
                 k[:, :, here],
                 v[:, :, here],
                 None if bias is None else bias[:, here],
-                whole_value,
-                whole_lse,
+                (whole_value, whole_lse),
                 whole_grad,
                 None if grad_lse is None else grad_lse.to(whole_lse),
             )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from constmem import kernels
+from constmem.core import layers as core_layers
 from constmem.core.layers import CrossAttention, FeedForward, SelfAttention
 from constmem.kernels import gpu, layers
 from constmem.kernels.paths import GPU
@@ -88,7 +89,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that seems to have a GPU, on which nothing has been rehearsed."""
     kernels.reset()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(layers, "on_gpu", lambda _: True)
+    for module, name in ((layers, "on_gpu"), (core_layers, "on_gpu")):
+        monkeypatch.setattr(module, name, lambda _: True)
     monkeypatch.setattr(layers, "_coarse", lambda: True)
     monkeypatch.setattr(gpu, "place", lambda _: torch.device("cpu"))
     yield

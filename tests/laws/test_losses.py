@@ -192,25 +192,10 @@ def test_the_loss_and_its_gradient_compile_to_one_graph_and_stay_the_same(model:
 
 @pytest.mark.compiles
 @torch.no_grad()
-def test_a_compiled_loss_takes_contexts_of_other_sizes(model: NeuralProcess) -> None:
+def test_a_compiled_loss_takes_tasks_of_other_sizes_and_draws_its_own_noise(model: NeuralProcess) -> None:
     torch.compiler.reset()
     compiled = torch.compile(model.loss, backend="eager")
-    for b, n in ((2, 11), (2, 8), (3, 6)):  # sizes become symbols at the second that differs
-        points = data(n, b=b)
-        noise = model.loss_noise(points[0], generator=torch.Generator().manual_seed(4))
-        torch.testing.assert_close(
-            compiled(*points, noise=noise), model.loss(*points, noise=noise), atol=1e-10, rtol=0
-        )
-
-
-@pytest.mark.compiles
-@pytest.mark.parametrize("name", MIXTURES)
-@torch.no_grad()
-def test_a_compiled_loss_that_draws_its_own_noise_takes_tasks_of_other_sizes(name: str) -> None:
-    model = small(name)
-    torch.compiler.reset()
-    compiled = torch.compile(model.loss, backend="eager")
-    for b, n in ((2, 11), (3, 8)):
+    for b, n in ((2, 11), (3, 8), (4, 6)):  # sizes become symbols at the second
         points = data(n, b=b)
         torch.manual_seed(4)
         found = compiled(*points)

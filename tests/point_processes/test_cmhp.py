@@ -2,10 +2,8 @@
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import memray
 import pytest
 import torch
 from torch import Tensor
@@ -227,23 +225,6 @@ def test_a_state_is_as_large_after_many_events_as_after_one() -> None:
 
 
 Peak = Callable[[Callable[[], object]], int]
-
-
-@pytest.fixture
-def peak(tmp_path: Path) -> Peak:
-    """Bytes a function holds at its worst moment, all allocators counted; what it starts with is not."""
-    number = 0
-
-    def measured(function: Callable[[], object]) -> int:
-        nonlocal number
-        number += 1
-        path = tmp_path / f"{number}.bin"
-        with memray.Tracker(path):
-            function()
-        with memray.FileReader(path) as reader:
-            return reader.metadata.peak_memory
-
-    return measured
 
 
 def test_the_likelihood_of_a_long_stream_needs_the_memory_of_one_chunk(peak: Peak) -> None:

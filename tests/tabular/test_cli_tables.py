@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -59,10 +60,24 @@ def _read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory) -> Path:
+    """A folder with a table and a model of it, fitted once."""
+    folder = tmp_path_factory.mktemp("fitted")
+    table = _write(folder / "houses.csv", _houses(900))
+    words = ("fit", table, "--target", "price", "--ignore", "id", "--out", folder / "model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["constmem", *map(str, words)])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+    assert not left.value.code
+    return folder
+
+
 @pytest.fixture
-def model(tmp_path, run) -> Path:
-    table = _write(tmp_path / "houses.csv", _houses(900))
-    assert run("fit", table, "--target", "price", "--ignore", "id", "--out", tmp_path / "model")[0] == 0
+def model(tmp_path, fitted) -> Path:
+    """A model of one's own, beside the table that it was fitted to."""
+    shutil.copytree(fitted, tmp_path, dirs_exist_ok=True)
     return tmp_path / "model"
 
 
@@ -92,7 +107,7 @@ def test_a_fitted_file_predicts_scores_and_updates(tmp_path, run, model) -> None
 
 
 def test_a_file_is_learned_as_the_estimator_learns_its_rows(model) -> None:
-    fitted = load_model(model)
+    loaded = load_model(model)
     rows = _houses(900)
     columns = {
         "size": [None if r["size"] == "" else float(r["size"]) for r in rows],
@@ -100,7 +115,7 @@ def test_a_file_is_learned_as_the_estimator_learns_its_rows(model) -> None:
         "sold": np.array([r["sold"] for r in rows], "datetime64[us]"),
     }
     own = StreamingRegressor().fit(columns, [r["price"] for r in rows])  # fewer rows than a sample holds
-    np.testing.assert_allclose(fitted.predict(columns), own.predict(columns), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(loaded.predict(columns), own.predict(columns), rtol=0, atol=1e-6)
 
 
 def test_classes_get_probabilities(tmp_path, run) -> None:

@@ -232,8 +232,7 @@ def test_declared_classes_are_all_there_are() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("forget", [None, 300.0, "window:200", "auto"])
-@pytest.mark.parametrize("count", [50, 700])
+@pytest.mark.parametrize(("count", "forget"), [(700, None), (50, 300.0), (700, "window:200"), (50, "auto")])
 def test_a_saved_estimator_comes_back_and_goes_on(tmp_path, kind: str, forget: object, count: int) -> None:
     make, rows = KINDS[kind]
     x, y = rows(1000)

@@ -6,7 +6,7 @@ from math import inf
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from constmem.tabular.answers import Answer, mixed_mean
@@ -41,6 +41,7 @@ def _weights(forget: object, count: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=8)
 @given(cuts=st.lists(st.integers(1, 699), max_size=6), one_by_one=st.integers(0, 40))
 def test_moments_are_the_weighted_sums_of_all_rows_however_they_came(
     way: str, cuts: list[int], one_by_one: int

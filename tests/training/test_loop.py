@@ -49,8 +49,9 @@ def kept(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     return tensors | {f"best.{name}": tensor for name, tensor in best.items()}, header
 
 
-@pytest.mark.parametrize("optimiser", ["muon", "adam"])
-@pytest.mark.parametrize("model", ["cmanp", "np", "bnp", "lbanp", "tnpd"])  # two of which draw samples
+@pytest.mark.parametrize(  # the last two draw samples, and one of them stores its data
+    ("model", "optimiser"), [("cmanp", "muon"), ("cmanp", "adam"), ("np", "adam"), ("bnp", "muon")]
+)
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     tmp_path: Path, model: str, optimiser: str
 ) -> None:
@@ -70,7 +71,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
 
 
 def test_training_changes_the_weights_and_lowers_the_loss(tmp_path: Path) -> None:
-    run = small_run("steps=150", "lr=0.005")
+    run = small_run("steps=60", "lr=0.005")
     train.train(run, out=tmp_path)
     entries = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     losses = [entry["loss"] for entry in entries if "loss" in entry]
@@ -398,12 +399,16 @@ def test_the_matched_cmanp_has_as_many_parameters_as_lbanp_within_one_in_a_hundr
 
 
 def test_every_data_set_has_both_recipes_for_every_model() -> None:
+    built = set()
     for dataset in DATASETS.values():
         for model, entry in MODELS.items():
             for name in recipes.NAMES if entry.of_events == dataset.of_events else ():
                 chosen = recipe(dataset.name, model, name)
                 assert isinstance(chosen, EventRecipe if entry.of_events else PointRecipe)
-                assert train.build(Run(dataset.name, model, name, chosen)).name == model
+                sizes = model, str(chosen.model), dataset.dim_y, dataset.num_marks
+                if sizes not in built:
+                    built.add(sizes)
+                    assert train.build(Run(dataset.name, model, name, chosen)).name == model
 
 
 def test_progress_tells_the_rate_since_the_first_report_and_the_time_left(
