@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 PROJECT := pyproject.toml constraints.txt
 QUICK := not slow and not gpu and not wheel and not attack
 SHAPED := tests/core tests/neural_processes tests/point_processes tests/laws tests/streams \
-	--ignore=tests/laws/test_points.py --ignore=tests/core/test_memory.py --ignore=tests/core/test_preparation.py
+	--ignore-glob="tests/laws/test_point*" --ignore=tests/core/test_memory.py --ignore=tests/core/test_preparation.py
 
 .PHONY: demo test check attack bench wheel-test clean
 
