@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from constmem import AttentionState
+from constmem import CMANP, AttentionState, Decay, Events, Stream
 from constmem.core.moments import Moments
+from constmem.data import Table
 from tests.laws import models as made
 
 Q, K = torch.randn(2, 3, 4), torch.randn(1, 2, 5, 4)
@@ -63,3 +64,33 @@ def test_sparse_masks_and_times_are_refused() -> None:
     process = made.small("gru")
     with pytest.raises(TypeError, match=r"times is torch.sparse_coo"):
         process.update(process.empty(0.0), torch.ones(1, 1).to_sparse())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Events.from_arrival_times(3, unit="hour"), "times must be a list of sequences"),
+        (lambda: Events.from_gaps(None, unit="hour"), "gaps must be a list of sequences"),
+        (
+            lambda: Events.from_arrival_times([[1.0]], marks=7, unit="hour", num_marks=2),
+            "marks must be a list",
+        ),
+        (lambda: Events.from_arrival_times([[1.0]], unit="hour", num_marks="2"), "num_marks must be a whole"),
+        (lambda: Decay("5"), "half_life must be a positive number"),
+        (lambda: Stream(made.small("gru"), start=[1.0, 2.0]), r"start has shape \(2,\), but one number"),
+        (lambda: Stream(made.small("cnp")).predict(torch.zeros(1, 2).to_sparse()), "xt is torch.sparse_coo"),
+        (lambda: Table.of(range(60), range(60), 3), "groups must be one number or text for each row"),
+        (lambda: CMANP.from_pretrained("gp", device=[]), r"there is no device '\[\]' here"),
+    ],
+)
+def test_what_a_caller_may_hand_in_by_mistake_is_named(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+def test_a_time_to_sample_until_is_one_number_or_one_for_each_stream() -> None:
+    process = made.small("gru")
+    state = process.condition(made.stream(4))
+    assert process.sample(state, until=float(state.last_time) + 1.0).t_end is not None
+    with pytest.raises(ValueError, match=r"until has shape \(2,\), but one number is needed, or 1"):
+        process.sample(state, until=[1e6, 2e6])
