@@ -83,9 +83,7 @@ def totals(rows: list[dict[str, Any]]) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The attack's long form.")
-    parser.add_argument(
-        "--workers", type=int, default=2, help="processes that attack at once; 2 if not given"
-    )
+    parser.add_argument("--workers", type=int, default=2, help="processes at once; 2 if not given")
     workers = parser.parse_args().workers
     sys.path.insert(0, str(ROOT))
     from tests.attack.campaign import GROUPS
