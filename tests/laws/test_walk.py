@@ -11,7 +11,7 @@ import torch
 
 import constmem
 from constmem import CMANP
-from constmem.kernels.library import library
+from constmem.kernels.paths import library
 
 PACKAGE = Path(constmem.__file__).parent
 
