@@ -3,11 +3,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PROJECT := pyproject.toml constraints.txt
-QUICK := not slow and not gpu and not wheel
+QUICK := not slow and not gpu and not wheel and not attack
 SHAPED := tests/core tests/neural_processes tests/point_processes tests/laws tests/streams \
-	--ignore=tests/laws/test_points.py --ignore=tests/core/test_memory.py --ignore=tests/core/test_preparation.py
+	--ignore-glob="tests/laws/test_point*" --ignore=tests/core/test_memory.py --ignore=tests/core/test_preparation.py
 
-.PHONY: demo test check bench wheel-test clean
+.PHONY: demo test check attack bench wheel-test clean
 
 demo: $(VENV)/.train  ## learn a power plant's rows as a stream, beside a forest; complete digits; draw both
 	$(BIN)/constmem demo
@@ -21,6 +21,11 @@ check: $(VENV)/.dev  ## style, types, and the direction of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+attack: $(VENV)/.dev  ## damaged files, odd calls, kills, races and limits; lines broken on purpose, too
+	$(BIN)/python -m pytest -m attack tests/attack $(ARGS)
+	$(BIN)/python benchmarks/attack.py
+	$(BIN)/python benchmarks/tables.py
 
 wheel-test: $(VENV)/.dev  ## build wheel and sdist, install both in clean environments, run the demo there
 	$(BIN)/python -m pytest -m wheel tests/test_packaging.py $(ARGS)

@@ -16,7 +16,7 @@ import torch
 from record import provenance, save
 
 from constmem import CMANP
-from constmem.evaluation.points import evaluate
+from constmem.evaluation import evaluate
 from constmem.training.recipes import recipe
 from constmem.training.sources import open_source
 

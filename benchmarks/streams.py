@@ -2,7 +2,6 @@
 
 python benchmarks/streams.py bananas phishing segments elec2     # prequential accuracy
 python benchmarks/streams.py protein power kin8nm                # error against rows
-python benchmarks/streams.py cost                                # what a row, an answer and a state cost
 
 Elec2 and the tables need CONSTMEM_DATA. Rows are added to results/streams.json as they come; those of the
 same part are replaced. Streams are those that come with river, and Elec2 in the version without date and
@@ -14,7 +13,6 @@ Seconds are of the CPU, on one thread.
 import argparse
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -125,55 +123,9 @@ def curve(name: str) -> Iterator[Row]:
         }
 
 
-def cost() -> Iterator[Row]:
-    """One row learned, a thousand answered after it, chunks learned, beside the forest; bytes of a state."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(60_000, 8))
-    y = np.sin(2 * x[:, 0]) + x[:, 1] * x[:, 2] + 0.1 * rng.normal(size=len(x))
-    estimator = StreamingRegressor().fit(x[:5000], y[:5000])
-    estimator.predict(x[:1000])
-
-    def cpu(work: Callable[[], Any], repeats: int) -> float:
-        start = time.process_time()
-        for _ in range(repeats):
-            work()
-        return (time.process_time() - start) / repeats
-
-    at = iter(range(5000, 10_000))
-    learn = lambda: estimator.partial_fit(x[(i := next(at)) : i + 1], y[i : i + 1])  # noqa: E731
-    yield {"what": "one row learned", "cpu_ms": round(1e3 * cpu(learn, 2000), 4), "bar_ms": 0.5}
-
-    def after_one(**options: Any) -> float:
-        took = []
-        for _ in range(20):
-            learn()
-            took.append(cpu(lambda: estimator.predict(x[:1000], **options), 1))
-        return round(1e3 * float(np.median(took)), 3)
-
-    yield {"what": "1,000 rows predicted after one more, means", "cpu_ms": after_one(), "bar_ms": 30}
-    yield {"what": "... with deviations", "cpu_ms": after_one(return_std=True), "bar_ms": 30}
-    chunks = [slice(i, i + CHUNK) for i in range(10_000, 55_000, CHUNK)]
-    spent = cpu(lambda: [estimator.partial_fit(x[c], y[c]) for c in chunks], 1)
-    rate = sum(len(y[c]) for c in chunks) / spent
-    rival, start = forest.ARFRegressor(seed=0), time.process_time()
-    for row, target in zip(x[:2000].tolist(), y[:2000].tolist(), strict=True):
-        rival.learn_one(dict(enumerate(row)), target)
-    forest_rate = 2000 / (time.process_time() - start)
-    yield {
-        "what": "rows learned a second of one core, in chunks", "rows_a_second": round(rate),
-        "adaptive_random_forest": round(forest_rate), "ratio": round(rate / forest_rate, 1),
-    }  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model"
-        estimator.save(path)
-        yield {"what": "state", "bytes_in_memory": estimator.nbytes_, "bytes_saved": path.stat().st_size}
-
-
 def measured(part: str) -> Iterator[Row]:
     """The rows of one part, as they come."""
-    if part == "cost":
-        yield from cost()
-    elif part in TABLES:
+    if part in TABLES:
         yield from curve(part)
     else:
         make = STREAMS.get(part, elec2)
@@ -185,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = (*STREAMS, "elec2", *TABLES, "cost")
+    parts = (*STREAMS, "elec2", *TABLES)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
     chosen = parser.parse_args().parts or list(parts)
     unknown = set(chosen) - set(parts)

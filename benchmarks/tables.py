@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+import attack
 import event_tables
 import gpu_tables
 
@@ -138,6 +139,19 @@ def reproduction() -> str:
     )
     others = [trained(name) for name in ("celeba32", "celeba32-longer", "celeba64", "celeba128", "gp")]
     return "\n\n".join([trained("emnist"), *more, *filter(None, others)])
+
+
+def compared() -> str:
+    """What was tried to make models that read through latents learn faces faster."""
+    head = "| CelebA 32x32 | changed | steps | by batch | by point | minutes |"
+    lines = [head, "|---|---|---|---|---|---|"]
+    for row in rows("celeba32-compared"):
+        score = row["scores"]["test"]
+        lines.append(
+            f"| {model_name(row['model'])} | {row['what']} | {row['steps']:,} | "
+            f"{score['log_likelihood_by_batch']:.2f} | {score['log_likelihood']:.2f} | {row['minutes']:.1f} |"
+        )
+    return "\n".join(lines)
 
 
 COLUMNS = (
@@ -308,7 +322,9 @@ def documents() -> Iterator[tuple[Path, str, str]]:
     yield docs / "tables.md", "uci", uci()
     yield docs / "tables.md", "streams", streams()
     yield docs / "reproduction.md", "reproduction", reproduction()
+    yield docs / "reproduction.md", "compared", compared()
     yield docs / "reproduction.md", "events", event_tables.summary()
+    yield docs / "reliability.md", "attack", attack.table()
     yield docs / "idea.md", "numbers", numbers()
     yield docs / "memory.md", "fused", complexity("fused")
     yield docs / "training.md", "optimisers", optimisers()

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 FEW = 32  # numbers that are looked at one by one
+LONGEST = 1000  # letters of names in a message: those of a damaged file have no end
 
 
 def finite(
@@ -146,8 +147,7 @@ def points(name: str, tensor: Tensor, dim: int, like: Tensor | None = None, *, d
         )
     if not tensor.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, not {tensor.dtype}: use {name}.float()")
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name} is {tensor.layout}: sparse points are not taken; use {name}.to_dense()")
+    dense(name, tensor)
     if tensor.ndim != 3 or tensor.shape[-1] != dim:
         one = tensor.ndim < 3 and (dim == 1 or tensor.shape[-1:] == (dim,))
         raise ValueError(
@@ -185,7 +185,14 @@ def mask(tensor: Tensor, like: Tensor) -> None:
         )
     if tensor.dtype != torch.bool:
         raise TypeError(f"mask must be boolean (True = real), not {tensor.dtype}: use mask != 0")
+    dense("mask", tensor)
     per_point("mask", tensor, like)
+
+
+def dense(name: str, tensor: Tensor) -> None:
+    """Refuse a sparse tensor."""
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} is {tensor.layout}: sparse tensors are not taken; use {name}.to_dense()")
 
 
 def positive(name: str, number: int) -> None:
@@ -196,7 +203,16 @@ def positive(name: str, number: int) -> None:
 
 def heads(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse queries, keys and values that do not have the same axes of heads, at least one."""
-    if q.ndim < 3 or k.ndim != q.ndim + 1 or v.ndim != k.ndim:
+    tensors(q=q, k=k, v=v)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        dense(name, tensor)
+        if not tensor.is_floating_point() or tensor.device != q.device:
+            raise TypeError(
+                f"{name} holds {tensor.dtype} on {tensor.device}, but q, k and v must hold floating-point "
+                "numbers on one device"
+            )
+    fits = q.ndim >= 3 and k.shape == v.shape and k.shape[1:-2] == q.shape[:-2] and k.shape[-1] == q.shape[-1]
+    if not fits:
         raise ValueError(
             f"q, k and v have shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}, but "
             "(*heads, slots, channels) and twice (batch, *heads, points, channels) are needed, with at least "
@@ -257,5 +273,6 @@ def known(what: str, name: str, names: Any) -> str:
         return name
     near = difflib.get_close_matches(name, list(names), n=3)
     every = ", ".join(filter(None, names))
+    every = every if len(every) <= LONGEST else f"{every[:LONGEST]} ..."
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {every}"
-    raise ValueError(f"there is no {what} {name!r}: {hint}")
+    raise ValueError(f"there is no {what} {name[:LONGEST]!r}: {hint}")

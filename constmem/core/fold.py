@@ -1,4 +1,4 @@
-"""Conditioning on chunks in constant memory, forwards and backwards.
+"""Chunks of points, and conditioning on them in constant memory, forwards and backwards.
 
 Forwards, chunks are observed one after another and merged. Backwards, nothing was kept but the
 chunks themselves (the user's own data) and the final state: each chunk's keys and values are
@@ -6,8 +6,8 @@ computed again, and their gradients follow from the *whole* softmax, since a poi
 exp(score - lse). So the peak is that of one chunk, however many there are.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,99 @@ from torch import Tensor, nn
 from constmem import kernels
 from constmem.core.algebra import bias_of, is_nothing, settle
 from constmem.core.layers import MLP, perceptron
+from constmem.core.monoid import Monoid
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
 from constmem.kernels import Chunk, accumulate, joined
 
-__all__ = ["Chunk", "fold", "fused_fold", "joined"]
+__all__ = [
+    "Chunk", "ConditioningError", "cleared", "filled", "fold", "fused_fold", "joined", "nothing", "numbered",
+    "slices", "streamed",
+]  # fmt: skip
+AnyMonoid = TypeVar("AnyMonoid", bound=Monoid)
+
+
+def cleared(x: Tensor, y: Tensor, mask: Tensor | None) -> Chunk:
+    """Put zeros where the mask leaves points out, so that whatever stood there cannot leak."""
+    if mask is None:
+        return x, y, None
+    keep = mask[..., None]
+    return torch.where(keep, x, 0.0), torch.where(keep, y, 0.0), mask
+
+
+def slices(x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> Iterator[Chunk]:
+    """Cut points into chunks (one of nothing, where there are none), each cleared."""
+    if x.shape[1] <= chunk:
+        yield cleared(x, y, mask)
+        return
+    for i in range(0, x.shape[1], chunk):
+        here = slice(i, i + chunk)
+        yield cleared(x[:, here], y[:, here], None if mask is None else mask[:, here])
+
+
+def numbered(
+    chunks: Iterable[tuple[Tensor, ...]], check: Callable[[Tensor, Tensor, Tensor | None], None]
+) -> Iterator[Chunk]:
+    """The user's own chunks as they come, each checked and cleared; errors say which one is meant."""
+    for number, chunk in enumerate(chunks):
+        if not isinstance(chunk, tuple | list) or len(chunk) not in (2, 3):
+            raise TypeError(f"chunk {number} is not a pair (x, y) or triple (x, y, mask) of tensors")
+        x, y, mask = chunk[0], chunk[1], chunk[2] if len(chunk) == 3 else None
+        try:
+            check(x, y, mask)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"chunk {number}: {error}") from error
+        yield cleared(x, y, mask)
+
+
+def filled(parts: Iterator[tuple[Tensor, ...]], m: int) -> tuple[Tensor, ...]:
+    """The parts as one; without gradients they are written into place as they come, and held once."""
+    if torch.is_grad_enabled():
+        return tuple(torch.cat(each, 1) for each in zip(*parts, strict=True))
+    whole: tuple[Tensor, ...] = ()
+    start = 0
+    for part in parts:
+        whole = whole or tuple(t.new_empty(t.shape[0], m, *t.shape[2:]) for t in part)
+        stop = start + part[0].shape[1]
+        for place, t in zip(whole, part, strict=True):
+            place[:, start:stop] = t
+        start = stop
+    return whole
+
+
+def nothing() -> ValueError:
+    """The error of a stream that had no chunk."""
+    return ValueError(
+        "the iterable yielded no chunk: if there is really no data, use model.empty(batch), "
+        "which predicts the prior; an exhausted iterator cannot be used twice"
+    )
+
+
+class ConditioningError(RuntimeError):
+    """Conditioning on a stream of chunks broke off; `state` holds all that came before."""
+
+    def __init__(self, message: str, state: Monoid) -> None:
+        super().__init__(message)
+        self.state = state
+
+
+def streamed(parts: Iterable[AnyMonoid], initial: AnyMonoid | None) -> AnyMonoid:
+    """The merge of `initial` and of all parts, each forgotten once it is merged."""
+    state = initial
+    try:
+        for part in parts:
+            state = part if state is None else state.merge(part)
+    except Exception as error:
+        if state is None:
+            raise
+        raise ConditioningError(
+            f"conditioning broke off after {state.count.tolist()} points: {error}; "
+            "what was seen so far is this error's .state, to go on from with initial=",
+            state,
+        ) from error
+    if state is None:
+        raise nothing()
+    return state
 
 
 def fold(project: nn.Module, q: Tensor, chunks: list[Chunk]) -> AttentionState:

@@ -58,6 +58,14 @@ class Moments(Monoid):
         phi: Float[Tensor, "*b n p"], y: Float[Tensor, "*b n k"], weight: Float[Tensor, "*b n"] | None = None
     ) -> "Moments":
         """The moments of exactly these rows, each counted `weight` times (once if not given)."""
+        checks.tensors(phi=phi, y=y)
+        for name, tensor in (("phi", phi), ("y", y)):
+            checks.dense(name, tensor)
+            if tensor.ndim < 2 or tensor.is_complex() or tensor.device != phi.device:
+                raise TypeError(
+                    f"{name} has shape {tuple(tensor.shape)}, of {tensor.dtype} on {tensor.device}, but "
+                    "real numbers are needed, (n, p) of features and (n, k) of targets, on one device"
+                )
         if phi.shape[:-1] != y.shape[:-1]:
             raise ValueError(
                 f"features of {_rows(phi)} rows and targets of {_rows(y)}: give one row of targets, "

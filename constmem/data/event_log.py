@@ -22,6 +22,7 @@ KIND, VERSION = "constmem.event_log", 1
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".npz")
 By = Literal["sequence", "time"]
 LEAST = 5  # sequences that can be split
+_SPLITS = torch.arange(len(EVENT_SPLITS))
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,10 +151,17 @@ class EventLog:
     def load(path: str | os.PathLike[str]) -> "EventLog":
         """Read a log that `save` wrote."""
         tensors, header = read_tensors(path, kind=KIND, version=VERSION)
-        labels = json.loads(header["labels"])
-        times, marks, mask, start = (tensors[name] for name in ("times", "marks", "mask", "t_start"))
-        events = Events(times, marks, mask, start, tensors.get("t_end"), header["unit"], len(labels))
-        return EventLog(events, tensors.get("split"), labels, header["name"])
+        try:
+            labels, split = json.loads(header["labels"]), tensors.get("split")
+            times, marks, mask, start = (tensors[name] for name in ("times", "marks", "mask", "t_start"))
+            events = Events(times, marks, mask, start, tensors.get("t_end"), header["unit"], len(labels))
+            if split is not None and (
+                split.shape != start.shape or not bool(torch.isin(split, _SPLITS).all())
+            ):
+                raise ValueError("its splits do not fit its sequences")
+            return EventLog(events, split, labels, header["name"])
+        except (KeyError, ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path} is damaged ({error!r}): write the events again") from error
 
     def _tensors(self) -> dict[str, Tensor]:
         names = ("times", "marks", "mask", "t_start", "t_end")

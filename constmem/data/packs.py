@@ -82,11 +82,11 @@ def read_pack(path: Path, keys: Sequence[str], *, optional: Sequence[str] = ()) 
                 return {key: _array(archive, members[key]) for key in (*keys, *optional) if key in members}
     except DAMAGE as error:
         raise ValueError(
-            f"{path} is not a readable npz file of plain arrays ({error}): it is cut short, damaged or "
-            "of another format; copy or prepare it again"
+            f"{path} is not a readable npz file of plain arrays ({str(error)[:200]}): it is cut short, "
+            "damaged or of another format; copy or prepare it again"
         ) from error
     raise ValueError(
-        f"{path} lacks {', '.join(absent)}: it holds {', '.join(sorted(members)) or 'nothing'}. It is "
+        f"{path} lacks {', '.join(absent)}: it holds {', '.join(sorted(members))[:200] or 'nothing'}. It is "
         "another file under this name, or of another version; prepare it again"
     )
 

@@ -58,7 +58,7 @@ def _parquet_rows(table: Any) -> Lines:
 
 def parquet_table(path: Path) -> Any:
     """The table of a Parquet file, unless it has far more values than bytes."""
-    with _parquet_errors(path):
+    with parquet_errors(path):
         file, size = parquet_file(path), path.stat().st_size
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         values = sum(group.column(k).num_values for group in groups for k in range(group.num_columns))
@@ -71,14 +71,14 @@ def parquet_table(path: Path) -> Any:
 
 def parquet_file(path: Path) -> Any:
     """A Parquet file, opened."""
-    with _parquet_errors(path):
+    with parquet_errors(path):
         from pyarrow import parquet
 
         return parquet.ParquetFile(path)
 
 
 @contextmanager
-def _parquet_errors(path: Path) -> Iterator[None]:
+def parquet_errors(path: Path) -> Iterator[None]:
     """Errors of pyarrow in words: what is damaged, or which extra it comes with."""
     try:
         from pyarrow import ArrowException
@@ -88,7 +88,7 @@ def _parquet_errors(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise
-    except (ArrowException, OSError) as error:
+    except (ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a readable Parquet file ({error})") from error
 
 

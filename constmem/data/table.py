@@ -178,9 +178,20 @@ class Table:
         try:
             labels = tuple(json.loads(header.get("labels", "[]")))
             by: Any = known("way to split rows", header.get("by", "group"), get_args(By))
-            return Table(tensors["x"], tensors["y"], tensors.get("groups"), header["name"], labels, by)
-        except (KeyError, ValueError, TypeError) as error:
+            table = Table(tensors["x"], tensors["y"], tensors.get("groups"), header["name"], labels, by)
+            table._require_sound()
+        except (KeyError, ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is damaged ({error!r}): write the table again") from error
+        return table
+
+    def _require_sound(self) -> None:
+        """Refuse tensors that cannot be a table's."""
+        for side in (self.x, self.y):
+            if side.ndim != 2 or side.dtype != torch.float64 or not bool(side.isfinite().all()):
+                raise ValueError("its x and y are no rows of finite numbers")
+        groups = self.x.new_zeros(len(self), dtype=torch.int64) if self.groups is None else self.groups
+        if groups.dtype != torch.int64 or {len(self.y), *groups.shape} != {len(self)} or groups.ndim != 1:
+            raise ValueError("its x, y and groups do not have as many rows as each other")
 
 
 def _side(side: str, numbers: Any) -> Float64[Tensor, "n c"]:

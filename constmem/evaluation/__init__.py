@@ -1,1 +1,125 @@
-"""Scores of points and events, rows, tables and pictures of runs."""
+"""How good predictions are: log-likelihood, error, CRPS and calibration on fixed tasks."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from math import nan, pi, sqrt
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributions import Distribution, Normal
+
+from constmem.data import Task
+from constmem.evaluation.rows import Scores
+from constmem.neural_processes import NeuralProcess
+from constmem.neural_processes.heads import SampleMixture
+
+LEVELS = (0.5, 0.8, 0.9, 0.95)
+AT_ONCE = {"cuda": 2**16}  # points predicted together, where small batches would leave a device idle
+
+
+def evaluate(model: NeuralProcess, tasks: Iterable[Task]) -> Scores:
+    """Score a model on tasks, each conditioned on its context and asked for its targets."""
+    batches: list[Tensor] = []  # per batch: sums of ll, exact ll, squared error, crps, coverage..., counts
+    for group, whole, dist in _predicted(model, tasks):
+        each = _task_sums(whole, dist).split([task.batch for task in group])
+        batches += [sums.sum(0) for sums in each]
+    if not batches:
+        raise ValueError("there are no tasks to score a model on")
+    table = torch.stack(batches).double().cpu()
+    table = table[table[:, -2] > 0]  # a batch without targets has no mean
+    if not len(table):
+        raise ValueError("there are no targets to score a model on: every one is masked out")
+    sums = table.sum(0)
+    points, values = float(sums[-2]), float(sums[-1])
+    by_batch = (table[:, :2] / table[:, -2:-1]).mean(0)
+    known = bool(sums[1].isfinite())
+    return Scores(
+        log_likelihood=float(sums[0]) / points,
+        log_likelihood_by_batch=float(by_batch[0]),
+        rmse=sqrt(float(sums[2]) / values),
+        crps=float(sums[3]) / values,
+        coverage={str(level): float(sums[4 + i]) / values for i, level in enumerate(LEVELS)},
+        points=int(points),
+        exact=float(sums[1]) / points if known else None,
+        exact_by_batch=float(by_batch[1]) if known else None,
+    )
+
+
+def pit_values(model: NeuralProcess, tasks: Iterable[Task]) -> Float[Tensor, " n"]:
+    """F(y) of every target value under its prediction: uniform on [0, 1] for a calibrated model."""
+    found = []
+    for _, task, dist in _predicted(model, tasks):
+        values = dist.cdf(task.yt)
+        found.append((values if task.mask_t is None else values[task.mask_t]).flatten().cpu())
+    return torch.cat(found)
+
+
+@torch.no_grad()
+def _predicted(
+    model: NeuralProcess, tasks: Iterable[Task]
+) -> Iterator[tuple[list[Task], Task, Distribution]]:
+    """Predictions for as many batches at a time as their device is good for, and those batches as one."""
+    model.eval()
+    for group in _grouped(tasks, AT_ONCE.get(model.device.type, 0)):
+        whole = Task.stack(group)
+        if whole.mask_t is not None:  # what is masked out may hold anything
+            hidden = ~whole.mask_t[..., None]
+            xt, yt = (t.masked_fill(hidden, 0.0) for t in (whole.xt, whole.yt))
+            whole = replace(whole, xt=xt, yt=yt)
+        yield group, whole, model.query(model.condition(whole.xc, whole.yc, mask=whole.mask_c), whole.xt)
+
+
+def _grouped(tasks: Iterable[Task], most: int) -> Iterator[list[Task]]:
+    """Batches that follow each other, together while they are of no more than so many points when padded."""
+    group: list[Task] = []
+    for task in tasks:
+        grown = [*group, task]
+        longest = max(t.xc.shape[1] for t in grown) + max(t.xt.shape[1] for t in grown)
+        if group and sum(t.batch for t in grown) * longest > most:
+            yield group
+            grown = [task]
+        group = grown
+    if group:
+        yield group
+
+
+def _task_sums(task: Task, dist: Distribution) -> Float[Tensor, "b sums"]:
+    """For each task, sums over its targets."""
+    real = torch.ones_like(task.xt[..., 0]) if task.mask_t is None else task.mask_t.float()
+    each = real[..., None].expand_as(task.yt).double()
+    off_centre = (dist.cdf(task.yt) - 0.5).abs()
+    inside = [off_centre <= level / 2 for level in LEVELS]
+    of_values = [(dist.mean - task.yt) ** 2, crps_of(dist, task.yt), *inside]
+    sums = [(each * values).sum((1, 2)) for values in of_values]
+    point = task.point_log_likelihood(dist.log_prob(task.yt)).double()
+    exact = point.new_full(point.shape, nan) if task.exact is None else task.exact.double()
+    return torch.stack([point.sum(1), exact.sum(1), *sums, real.double().sum(1), each.sum((1, 2))], 1)
+
+
+def crps_of(dist: Distribution, y: Float[Tensor, "*b y"]) -> Float[Tensor, "*b y"]:
+    """Continuous ranked probability score of each value, in closed form; in its units, smaller is better.
+
+    CRPS = integral of (F(z) - [z >= y])^2 dz = E|X - y| - E|X - X'| / 2, for X, X' drawn from F. Of a
+    mixture both are means of E|N(m, s)| over its components, and over pairs of them, by their weights.
+    """
+    if isinstance(dist, Normal):
+        return _mean_size(y - dist.mean, dist.stddev) - dist.stddev / sqrt(pi)
+    if not isinstance(dist, SampleMixture):
+        raise TypeError(f"there is no closed form here for the CRPS of a {type(dist).__name__}")
+    means, stds = dist.components.mean, dist.components.stddev  # (b, m, k, y)
+    weight, k = dist.weight, means.shape[-2]
+    spread = (2 / sqrt(pi)) * (weight.square() * stds).sum(-2)  # of each component with itself
+    for shift in range(1, k // 2 + 1):  # of each with the one so many places on; and back, but for half way
+        others, other_stds = means.roll(shift, -2), stds.roll(shift, -2)
+        sizes = _mean_size(means - others, torch.hypot(stds, other_stds))
+        pairs = (weight * weight.roll(shift, -2) * sizes).sum(-2)
+        spread += pairs if 2 * shift == k else 2 * pairs
+    return (weight * _mean_size(y[..., None, :] - means, stds)).sum(-2) - 0.5 * spread
+
+
+def _mean_size(mean: Tensor, std: Tensor) -> Tensor:
+    """E|N(mean, std)|."""
+    z = mean / std
+    size: Tensor = mean * torch.special.erf(z / sqrt(2.0)) + sqrt(2 / pi) * std * torch.exp(-0.5 * z**2)
+    return size

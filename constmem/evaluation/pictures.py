@@ -24,8 +24,8 @@ from constmem.data import (
     simulated,
 )
 from constmem.data.catalogue import DATASETS, title_of
+from constmem.evaluation import pit_values
 from constmem.evaluation.events import mark_confusion, rescaled_times
-from constmem.evaluation.points import pit_values
 from constmem.evaluation.runs import metrics_of, open_run
 from constmem.neural_processes import NeuralProcess
 from constmem.plots.curves import (

@@ -22,9 +22,9 @@ from constmem.core.progress import progress
 from constmem.core.registry import of_events
 from constmem.data import Events, simulated
 from constmem.data.catalogue import DATASETS
+from constmem.evaluation import evaluate
 from constmem.evaluation.entries import Entry, EventEntry, PointEntry, compare, difference, entry_of
 from constmem.evaluation.events import evaluate_events
-from constmem.evaluation.points import evaluate
 from constmem.evaluation.rows import EventScores, Figure, Row, Scores, grouped, kind
 from constmem.evaluation.tables import MORE, other_scores
 from constmem.neural_processes import NeuralProcess

@@ -18,21 +18,10 @@ from typing_extensions import TypeVar
 
 from constmem.core import checks
 from constmem.core.algebra import EMPTY
-from constmem.core.fold import Chunk
+from constmem.core.fold import Chunk, cleared, filled, nothing, numbered, slices, streamed
 from constmem.core.monoid import NOTHING
 from constmem.neural_processes.heads import SampleMixture, normal
-from constmem.neural_processes.points import (
-    PointModel,
-    S,
-    batch_of,
-    cleared,
-    filled,
-    mean_of_real,
-    nothing,
-    numbered,
-    slices,
-    streamed,
-)
+from constmem.neural_processes.points import PointModel, S, batch_of, mean_of_real
 
 M = TypeVar("M", bound=Tensor | tuple[Any, ...], default=Tensor)
 

@@ -51,7 +51,7 @@ class CMANP(LevelProcess[Any, Any]):
 
     name: ClassVar[str] = "cmanp"
     decoding: ClassVar[Set[str]] = {"embed_target", "cross", "feed", "head", "recall"}
-    newer: ClassVar[Mapping[str, Any]] = {"moments": 0, "experts": 32}
+    newer: ClassVar[Mapping[str, Any]] = {"moments": 0, "experts": 48}
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class CMANP(LevelProcess[Any, Any]):
         num_slots: int = 128,
         num_latents: int = 128,
         moments: int = 0,
-        experts: int = 32,
+        experts: int = 48,
         **settings: Unpack[LevelSettings],
     ) -> None:
         super().__init__(**settings)

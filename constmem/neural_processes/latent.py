@@ -15,13 +15,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Normal
 
-from constmem.core.fold import Chunk, joined
+from constmem.core.fold import Chunk, joined, slices
 from constmem.core.memory import Needs
 from constmem.core.state import AttentionState
 from constmem.neural_processes.cnp import AttendingProcess, PoolingProcess, SamplingProcess, SamplingSettings
 from constmem.neural_processes.encoders import Keyed
 from constmem.neural_processes.heads import logmeanexp, normal
-from constmem.neural_processes.points import S, slices
+from constmem.neural_processes.points import S
 from constmem.neural_processes.stored import StoredPoints
 
 

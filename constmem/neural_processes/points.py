@@ -1,57 +1,25 @@
-"""What any neural process is before it sees data: channels, units, costs, its states; points in chunks."""
+"""What any neural process is before it sees data: channels, the units of the data, costs, its states."""
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from constmem.core import checks, memory
-from constmem.core.fold import Chunk
+from constmem.core.algebra import accumulator
+from constmem.core.fold import Chunk, cleared
 from constmem.core.model import Model
 from constmem.core.monoid import Monoid
 from constmem.core.state import AttentionState
-from constmem.neural_processes.scales import Scales
 
 S = TypeVar("S", bound=Monoid, default=AttentionState)
 _UNITS = "scales."
-
-
-def cleared(x: Tensor, y: Tensor, mask: Tensor | None) -> Chunk:
-    """Put zeros where the mask leaves points out, so that whatever stood there cannot leak."""
-    if mask is None:
-        return x, y, None
-    keep = mask[..., None]
-    return torch.where(keep, x, 0.0), torch.where(keep, y, 0.0), mask
-
-
-def slices(x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> Iterator[Chunk]:
-    """Cut points into chunks (one of nothing, where there are none), each cleared."""
-    if x.shape[1] <= chunk:
-        yield cleared(x, y, mask)
-        return
-    for i in range(0, x.shape[1], chunk):
-        here = slice(i, i + chunk)
-        yield cleared(x[:, here], y[:, here], None if mask is None else mask[:, here])
-
-
-def numbered(
-    chunks: Iterable[tuple[Tensor, ...]], check: Callable[[Tensor, Tensor, Tensor | None], None]
-) -> Iterator[Chunk]:
-    """The user's own chunks as they come, each checked and cleared; errors say which one is meant."""
-    for number, chunk in enumerate(chunks):
-        if not isinstance(chunk, tuple | list) or len(chunk) not in (2, 3):
-            raise TypeError(f"chunk {number} is not a pair (x, y) or triple (x, y, mask) of tensors")
-        x, y, mask = chunk[0], chunk[1], chunk[2] if len(chunk) == 3 else None
-        try:
-            check(x, y, mask)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"chunk {number}: {error}") from error
-        yield cleared(x, y, mask)
+PARTS = ("x_mean", "x_std", "y_mean", "y_std")
 
 
 def mean_of_real(numbers: Float[Tensor, "b n"], mask: Tensor | None) -> Float[Tensor, ""]:
@@ -59,21 +27,6 @@ def mean_of_real(numbers: Float[Tensor, "b n"], mask: Tensor | None) -> Float[Te
     if mask is None:
         return numbers.sum() / max(numbers.numel(), 1)
     return torch.where(mask, numbers, 0.0).sum() / mask.sum().clamp_min(1)
-
-
-def filled(parts: Iterator[tuple[Tensor, ...]], m: int) -> tuple[Tensor, ...]:
-    """The parts as one; without gradients they are written into place as they come, and held once."""
-    if torch.is_grad_enabled():
-        return tuple(torch.cat(each, 1) for each in zip(*parts, strict=True))
-    whole: tuple[Tensor, ...] = ()
-    start = 0
-    for part in parts:
-        whole = whole or tuple(t.new_empty(t.shape[0], m, *t.shape[2:]) for t in part)
-        stop = start + part[0].shape[1]
-        for place, t in zip(whole, part, strict=True):
-            place[:, start:stop] = t
-        start = stop
-    return whole
 
 
 def near(bounds: Sequence[float], number: float) -> bool:
@@ -89,39 +42,87 @@ def batch_of(memory: Tensor | tuple[Any, ...]) -> int:
     return memory.shape[0]
 
 
-def nothing() -> ValueError:
-    """The error of a stream that had no chunk."""
-    return ValueError(
-        "the iterable yielded no chunk: if there is really no data, use model.empty(batch), "
-        "which predicts the prior; an exhausted iterator cannot be used twice"
-    )
+class Scales(nn.Module):
+    """Mean and standard deviation of every channel of the data a model is made for.
 
+    Inside, x' = (x - x_mean) / x_std and y' = (y - y_mean) / y_std. A predicted N(m, s) of y' is
+    N(y_mean + y_std m, y_std s) of y, and log p(y) = log p(y') - sum log y_std. Kept in float64,
+    whatever the precision of the model: a time stamp has more digits than float32 holds.
 
-class ConditioningError(RuntimeError):
-    """Conditioning on a stream of chunks broke off; `state` holds all that came before."""
+    Args:
+        x_mean, x_std: of each input channel.
+        y_mean, y_std: of each output channel.
 
-    def __init__(self, message: str, state: Monoid) -> None:
-        super().__init__(message)
-        self.state = state
+    Example:
+        >>> x, y = torch.rand(100, 2) * 40 + 1000, torch.rand(100, 1)
+        >>> x_in, _, _ = Scales.of(x, y)((x[None], y[None], None))
+        >>> bool(x_in.mean().abs() < 1e-4), round(x_in.std(1, correction=0).mean().item(), 4)
+        (True, 1.0)
+    """
 
+    def __init__(self, *, x_mean: Any, x_std: Any, y_mean: Any, y_std: Any) -> None:
+        super().__init__()
+        self.x_mean: Tensor
+        self.x_std: Tensor
+        self.y_mean: Tensor
+        self.y_std: Tensor
+        for name, numbers in zip(PARTS, (x_mean, x_std, y_mean, y_std), strict=True):
+            tensor = torch.as_tensor(numbers, dtype=torch.float64).detach().clone()
+            if tensor.ndim != 1 or not bool(torch.isfinite(tensor).all()):
+                raise ValueError(f"{name} must be one finite number for each channel, not {numbers!r}")
+            if name.endswith("std") and not bool((tensor > 0).all()):
+                raise ValueError(f"{name} is {tensor.tolist()}, but every deviation must be above 0")
+            self.register_buffer(name, tensor)
+        for side in "xy":
+            dims = [getattr(self, f"{side}_{part}").shape[0] for part in ("mean", "std")]
+            if dims[0] != dims[1]:
+                raise ValueError(f"{side}_mean has {dims[0]} channels and {side}_std {dims[1]}: one each")
 
-def streamed(parts: Iterable[S], initial: S | None) -> S:
-    """The merge of `initial` and of all parts, each forgotten once it is merged."""
-    state = initial
-    try:
-        for part in parts:
-            state = part if state is None else state.merge(part)
-    except Exception as error:
-        if state is None:
-            raise
-        raise ConditioningError(
-            f"conditioning broke off after {state.count.tolist()} points: {error}; "
-            "what was seen so far is this error's .state, to go on from with initial=",
-            state,
-        ) from error
-    if state is None:
-        raise nothing()
-    return state
+    @staticmethod
+    def of(x: Float[Tensor, "n x"], y: Float[Tensor, "n y"]) -> "Scales":
+        """The scales of these rows: those a model is to be trained on, without the held-out ones."""
+        found: dict[str, Tensor] = {}
+        for side, rows in (("x", x), ("y", y)):
+            if rows.ndim != 2 or rows.shape[0] < 2:
+                raise ValueError(f"{side} has shape {tuple(rows.shape)}, but (rows, channels) is needed")
+            wide = rows.double()
+            found[f"{side}_mean"], std = wide.mean(0), wide.std(0, correction=0)
+            constant = (wide.amax(0) == wide.amin(0)).nonzero().flatten().tolist()
+            if constant:
+                raise ValueError(
+                    f"column {constant[0]} of {side} is constant over all {len(rows)} rows: "
+                    "there is nothing to learn from it; leave it out"
+                )
+            found[f"{side}_std"] = std
+        return Scales(**found)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """(dim_x, dim_y)."""
+        return self.x_mean.shape[0], self.y_mean.shape[0]
+
+    def forward(self, chunk: Chunk) -> Chunk:
+        """Points in the model's own units."""
+        x, y, mask = chunk
+        return self.inputs(x), ((y - self.y_mean) / self.y_std).to(y.dtype), mask
+
+    def inputs(self, x: Float[Tensor, "*b x"]) -> Float[Tensor, "*b x"]:
+        """Inputs in the model's own units."""
+        return ((x - self.x_mean) / self.x_std).to(x.dtype)
+
+    def restored(
+        self, mean: Float[Tensor, "*b y"], std: Float[Tensor, "*b y"]
+    ) -> tuple[Float[Tensor, "*b y"], Float[Tensor, "*b y"]]:
+        """A predicted mean and deviation in the units of the data."""
+        wide = torch.promote_types(mean.dtype, torch.float32)
+        return (self.y_mean + self.y_std * mean).to(wide), (self.y_std * std).to(wide)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Scales":  # noqa: ARG002
+        """Follow the model to another device, but not to another precision."""
+        where = fn(torch.empty(0, device=self.x_mean.device)).device
+        for name in PARTS:
+            setattr(self, name, getattr(self, name).to(where, accumulator(where)))
+        return self
 
 
 class PointModel(Model, Generic[S]):

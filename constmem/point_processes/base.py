@@ -89,7 +89,6 @@ class PointProcess(EventModel, Generic[S]):
 
     def condition(self, events: Events, *, initial: S | None = None, chunk: int = 4096) -> S:
         """The state after these events (and those that `initial` has seen); the chunk changes nothing."""
-        checks.positive("chunk", chunk)
         with self._look():
             state = self._begin(events, initial)
             for part in pieces(events, state.last_time, chunk):
@@ -130,7 +129,7 @@ class PointProcess(EventModel, Generic[S]):
         """At place (b, i) the prediction of event i of stream b from the events before it."""
         state = self._begin(events, initial)
         features, befores = [], []
-        for part in pieces(events, state.last_time, chunk or self._stride(events)):
+        for part in pieces(events, state.last_time, self._stride(events, chunk)):
             known, memory = self._scan(state, part, self._few(part.real))
             state = state.moved(part, memory)
             features.append(known)
@@ -237,7 +236,7 @@ class PointProcess(EventModel, Generic[S]):
         if not events.times.shape[1]:
             nothing = events.times.to(self.dtype)
             return nothing, nothing, state
-        stride = chunk or self._stride(events)
+        stride = self._stride(events, chunk)
         parts = pieces(events, state.last_time, stride)
         chunks = list(zip(parts, wanted.split(stride, 1), strict=True))
         plan = Walk(partial(self._score, some=some), chunks, self.seeds(len(chunks), generator))
@@ -263,11 +262,12 @@ class PointProcess(EventModel, Generic[S]):
         left = (events.t_end - state.last_time).clamp_min(0.0)
         return torch.where(left > 0, self._gap(self.read(state)).log_survival(left), 0.0)
 
-    def _stride(self, events: Events) -> int:
+    def _stride(self, events: Events, chunk: int | None = None) -> int:
+        checks.positive("chunk", 1 if chunk is None else chunk)
         positions = POSITIONS
         if self.device.type == "cuda":
             positions = min(torch.cuda.get_device_properties(self.device).total_memory >> 20, MANY)
-        return max(16, positions // max(len(events), 1))
+        return chunk or max(16, positions // max(len(events), 1))
 
     def _begin(self, events: Events, initial: S | None) -> S:
         """The state to start from, of events that fit the model and the state."""

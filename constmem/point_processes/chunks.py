@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float64, Int64, Shaped
 from torch import Tensor
 
+from constmem.core import checks
 from constmem.point_processes.events import Events
 from constmem.point_processes.padding import NOTHING, UNKNOWN, exact, numbers
 
@@ -84,6 +85,7 @@ def without(last: Recent, gone: Tensor) -> Recent:
 
 def pieces(events: Events, last_time: Float64[Tensor, " b"], chunk: int) -> Iterator[Chunk]:
     """Cut sequences into chunks; gaps are counted from the event before, or from `last_time`."""
+    checks.positive("chunk", chunk)
     for i in range(0, events.times.shape[1], chunk):
         here = slice(i, i + chunk)
         mask = events.mask[:, here]
@@ -98,6 +100,7 @@ def streamed(
     last_time: Float64[Tensor, " b"], times: Any, marks: Any, mask: Any, num_marks: int, chunk: int
 ) -> Iterator[Chunk]:
     """New events of streams as chunks: (b,) one of each, (b, k) a few; refused if they do not fit."""
+    checks.positive("chunk", chunk)
     b, device = len(last_time), last_time.device
     times = exact("times", numbers("times", times)).to(device, copy=True)
     marks = (

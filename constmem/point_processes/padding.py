@@ -22,6 +22,9 @@ def numbers(name: str, given: Any) -> Tensor:
     if isinstance(given, Tensor):
         if given.dtype == torch.bool:
             raise TypeError(f"{name} is boolean, but numbers are needed (a mask is given by mask=)")
+        checks.dense(name, given)
+        if given.is_complex() or given.is_meta:
+            raise TypeError(f"{name} holds {given.dtype} on {given.device}, but real numbers are needed")
         return given.detach().double() if given.is_floating_point() else given.detach().long()
     try:
         array = np.asarray(given)

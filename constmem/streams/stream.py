@@ -141,13 +141,9 @@ class Stream:
         """Write the stream (without its model), atomically, as one safetensors file."""
         held = self._held
         shell = {"filled": held.filled, "parts": len(held.parts), "batch": self.batch}
-        header = {
-            "format": KIND,
-            "version": str(VERSION),
-            "state": self.model.state_type.KIND,
-            "fingerprint": self.model._name_of_weights() or "",
-            "shell": json.dumps(shell | {"forget": written(self.forget)}),
-        }
+        header = {"format": KIND, "version": str(VERSION), "state": self.model.state_type.KIND}
+        header["fingerprint"] = self.model._name_of_weights() or ""
+        header["shell"] = json.dumps(shell | {"forget": written(self.forget)})
         numbered = enumerate(part.tensors() for part in held.parts)
         tensors = {f"{i}.{name}": t for i, part in numbered for name, t in part.items()}
         write_tensors(path, tensors, header)
@@ -265,6 +261,9 @@ def _loaded(model: AnyModel, shell: Any, tensors: dict[str, Tensor], fingerprint
     for name, tensor in tensors.items():
         number, _, own = name.partition(".")
         named[int(number)][own] = tensor
+        most = model.num_marks if isinstance(model, PointProcess) else 0
+        if own.endswith(("last_mark", "marks")) and bool((tensor >= most).any()):
+            raise ValueError(f"{own} holds marks beyond the model's {most}")
     parts = tuple(model.state_type.of_tensors(each, fingerprint).to(model.device) for each in named)
     stream = Stream(model, batch=parts[0].batch if parts else shell["batch"], forget=forget)
     bucket, kept = (forget.bucket, forget.kept(filled)) if isinstance(forget, Window) else (1, 0)

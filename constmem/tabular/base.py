@@ -4,7 +4,10 @@
 import inspect
 import json
 import os
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from threading import RLock
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -13,22 +16,40 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
+from constmem.core import checks
 from constmem.core.files import read_tensors, write_tensors
 from constmem.tabular.answers import Answer, Weights
 from constmem.tabular.columns import Columns
 from constmem.tabular.features import SIZE, Features
 from constmem.tabular.forgetting import Forgetting
-from constmem.tabular.frames import MOMENT, Frame
+from constmem.tabular.frames import MOMENT, Frame, Kind
 from constmem.tabular.inputs import frame_of
 from constmem.tabular.learner import Learner
 
 _NAMES = ("feature_names_in_", "target_names_")
 KIND = "constmem.tabular"
 VERSION = 1
+DAMAGE = (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError, ArithmeticError)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def alone(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """A method that waits until no other thread is in one of the same estimator."""
+
+    @wraps(method)
+    def waiting(self: Any, /, *given: P.args, **named: P.kwargs) -> T:
+        with self._lock:
+            return method(self, *given, **named)
+
+    return waiting
 
 
 class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
     """An estimator of one table or stream, whose memory does not grow with the rows.
+
+    Any number of threads may use one: they take turns, so that no row is lost and no answer is of half a
+    change.
 
     Args:
         forget: None (all rows count), a half-life in rows, "window:ROWS", or "auto" (several half-lives,
@@ -48,6 +69,15 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
         self.warmup = warmup
         self.size = size
         self.random_state = random_state
+        self._lock = RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        return {name: value for name, value in state.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._lock = RLock()
 
     def _new_learner(self) -> Learner:
         for name, value, least in (("warmup", self.warmup, 1), ("size", self.size or SIZE, 16)):
@@ -93,6 +123,7 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self, "learner_")
         return int(self.learner_.nbytes)
 
+    @alone
     def spawn(self) -> Any:
         """An empty estimator that shares the frozen columns and features: for the shards of one table.
 
@@ -120,17 +151,20 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(other, "learner_")
         if other is self:
             raise ValueError("an estimator cannot be merged with itself: its rows would count twice")
-        learner = self.learner_ if hasattr(self, "learner_") else self._new_learner()
-        self._merge(learner, other)
-        self.learner_ = learner
-        for name in ("n_features_in_", "feature_names_in_", *self._also):
-            if hasattr(other, name) and not hasattr(self, name):
-                setattr(self, name, getattr(other, name))
+        first, second = sorted((self, other), key=id)  # or two that merge each other wait for ever
+        with first._lock, second._lock:
+            learner = self.learner_ if hasattr(self, "learner_") else self._new_learner()
+            self._merge(learner, other)
+            self.learner_ = learner
+            for name in ("n_features_in_", "feature_names_in_", *self._also):
+                if hasattr(other, name) and not hasattr(self, name):
+                    setattr(self, name, getattr(other, name))
         return self
 
     def _merge(self, learner: Learner, other: Any) -> None:
         learner.merge(other.learner_)
 
+    @alone
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the estimator to one safetensors file, atomically."""
         check_is_fitted(self, "learner_")
@@ -156,11 +190,16 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
         if about.get("class") != cls.__name__:
             raise ValueError(f"{path} holds a {about.get('class')}, not a {cls.__name__}: load it as such")
         known = inspect.signature(cls.__init__).parameters
-        made = cls(**{name: value for name, value in about["params"].items() if name in known})
-        made.learner_, made.n_features_in_ = learner, about["features"]
-        for name, found in about["names"].items():
-            setattr(made, name, np.array(found, dtype=object) if name == "feature_names_in_" else found)
-        made._restore(about)
+        try:
+            made = cls(**{name: value for name, value in about["params"].items() if name in known})
+            made.learner_, made.n_features_in_ = learner, about["features"]
+            for name in _NAMES:
+                if name in about["names"]:
+                    found = about["names"][name]
+                    setattr(made, name, np.array(found, object) if name == "feature_names_in_" else found)
+            made._restore(about)
+        except DAMAGE as error:
+            raise _damaged(path, error) from error
         return made
 
     def _restore(self, about: dict[str, Any]) -> None:
@@ -170,12 +209,7 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
 def save(learner: Learner, path: str | os.PathLike[str], about: dict[str, Any]) -> None:
     """Write a learner, atomically, and what else `load` shall give back."""
     memory, columns, rows = learner.memory, learner.columns, learner.warm_up_rows
-    given = {
-        "discrete": learner.discrete,
-        "warmup": learner.warmup,
-        "size": learner.size,
-        "seed": learner.seed,
-    }
+    given = {name: getattr(learner, name) for name in ("discrete", "warmup", "size", "seed")}
     header: dict[str, Any] = {"about": about, "learner": given, "columns": None, "rows": None}
     tensors: dict[str, Tensor] = {}
     if columns is not None and memory is not None:
@@ -199,12 +233,18 @@ def load(path: str | os.PathLike[str]) -> tuple[Learner, dict[str, Any]]:
     try:
         header = json.loads(words["content"])
         learner = _learner(header, tensors)
-    except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): fit the estimator and save it again") from error
+    except DAMAGE as error:
+        raise _damaged(path, error) from error
     return learner, header["about"]
 
 
+def _damaged(path: str | os.PathLike[str], error: Exception) -> ValueError:
+    return ValueError(f"{path} is damaged ({error!r}): fit the estimator and save it again")
+
+
 def _learner(header: dict[str, Any], tensors: dict[str, Tensor]) -> Learner:
+    if (bad := checks.first_not_finite(tensors)) is not None and not bad.startswith("rows."):
+        raise ValueError(f"holds a {bad} with NaN or infinity in it")
     learner = Learner(**header["learner"], forgetting=Forgetting.of(header["about"]["forget"]))
     if header["columns"] is not None:
         features = Features.of(_part(tensors, "features."))
@@ -219,9 +259,20 @@ def _learner(header: dict[str, Any], tensors: dict[str, Tensor]) -> Learner:
             if about["kinds"][i] == "date":
                 others[i] = column.astype(np.int64).astype(MOMENT)
         names = None if about["names"] is None else tuple(about["names"])
-        frame = Frame(names, tuple(about["kinds"]), tensors["rows.values"].numpy().copy(), others)
-        learner.learn(frame, tensors["rows.y"].numpy().copy())
+        values, y = (tensors[name].numpy().copy() for name in ("rows.values", "rows.y"))
+        _require_fitting(about["kinds"], names, values, y, others)
+        learner.learn(Frame(names, tuple(about["kinds"]), values, others), y)
     return learner
+
+
+def _require_fitting(kinds: list[Any], names: Any, values: Any, y: Any, others: dict[int, Any]) -> None:
+    """Refuse rows of a warm-up that no frame can have."""
+    wide = {len(kinds), values.shape[1], len(names or kinds)}
+    if len({len(values), len(y), *map(len, others.values())}) > 1 or len(wide) > 1:
+        raise ValueError("holds rows and columns that do not fit each other")
+    words = {type(value) for i, column in others.items() for value in column if kinds[i] == "text"}
+    if not set(kinds) <= set(get_args(Kind)) or not words <= {str, type(None)}:
+        raise ValueError("holds columns of an unknown kind, or text with something else in it")
 
 
 def _part(tensors: dict[str, Tensor], start: str) -> dict[str, Tensor]:

@@ -119,7 +119,8 @@ def score_file(model: Path, table: Path, *, report: Report) -> Outcome:
 def load_model(path: Path) -> Estimator:
     """Read a model of either kind."""
     _, about = load(path)
-    estimator: Estimator = _CLASSES[about["class"]].load(path)
+    kind = _CLASSES.get(str(about.get("class")), StreamingRegressor)  # which refuses what it does not know
+    estimator: Estimator = kind.load(path)
     if not hasattr(estimator, "target_names_"):
         raise ValueError(f"{path} names no target, as it was saved by Python: make it by `constmem fit`")
     return estimator

@@ -22,8 +22,11 @@ class Echo:
         self.elder, self.half_life = elder, half_life
         self.x = torch.zeros(0, width, dtype=torch.float64)
         self.y = torch.zeros(0, targets, dtype=torch.float64)
-        self._phi = torch.zeros(0, elder.features.width, dtype=torch.float64)
-        self._kernel: tuple[Tensor, Tensor] | None = None  # precisions, and K at them
+        room = 2 * int(LIVES * half_life)  # of rows and their kernel: new ones are added behind the old
+        self._buffer = torch.zeros(room, elder.features.width, dtype=torch.float64)
+        self._inner = torch.zeros(room, room, dtype=torch.float64)
+        self._stop = self._kept = 0
+        self._precisions: Tensor | None = None  # that the kernel was made with
 
     limit = 1
     searches = False
@@ -37,16 +40,27 @@ class Echo:
     def fold(self, x: Float[Tensor, "n d"], phi: Float[Tensor, "n p"], y: Float[Tensor, "n k"]) -> None:
         """Take rows, and drop those that are too old."""
         keep = int(LIVES * self.half_life)
-        self.x, self.y, self._phi = (
-            torch.cat([old, new])[-keep:] for old, new in ((self.x, x), (self.y, y), (self._phi, phi))
-        )
-        if self._kernel is not None:
-            precisions, kernel = self._kernel
-            new = (self._phi[-len(x) :] / precisions) @ self._phi.mT  # (new, rows)
-            had = len(self._phi) - len(new)
-            kernel = kernel[len(kernel) - had :, len(kernel) - had :]
-            whole = torch.cat([torch.cat([kernel, new[:, :had].mT], 1), new])
-            self._kernel = precisions, whole
+        self.x, self.y = (torch.cat([old, new])[-keep:] for old, new in ((self.x, x), (self.y, y)))
+        phi, kept = phi[-keep:], min(self._kept, keep - len(phi[-keep:]))
+        if self._stop + len(phi) > len(self._buffer):  # now and then: what is kept moves to the front
+            old = slice(self._stop - kept, self._stop)
+            self._buffer[:kept] = self._buffer[old].clone()
+            self._inner[:kept, :kept] = self._inner[old, old].clone()
+            self._stop = kept
+        new = slice(self._stop, self._stop + len(phi))
+        self._buffer[new], self._stop, self._kept = phi, new.stop, kept + len(phi)
+        if self._precisions is not None:
+            across = (phi / self._precisions) @ self._phi.mT  # (new, rows)
+            rows = self._rows
+            self._inner[new, rows], self._inner[rows, new] = across, across.mT
+
+    @property
+    def _rows(self) -> slice:
+        return slice(self._stop - self._kept, self._stop)
+
+    @property
+    def _phi(self) -> Tensor:
+        return self._buffer[self._rows]
 
     def answer(
         self, phi: Float[Tensor, "n p"], recent: Float[Tensor, "r p"], y: Float[Tensor, "r k"]
@@ -74,16 +88,17 @@ class Echo:
 
     def _solved(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Precisions P, the Cholesky factor of K + W⁻¹, its inverse times y, and W."""
-        precisions = self._precisions()
-        if self._kernel is None or not torch.equal(self._kernel[0], precisions):
-            self._kernel = precisions, (self._phi / precisions) @ self._phi.mT
+        precisions, rows = self._elder_precisions(), self._rows
+        if self._precisions is None or not torch.equal(self._precisions, precisions):
+            self._precisions = precisions
+            self._inner[rows, rows] = (self._phi / precisions) @ self._phi.mT
         age = torch.arange(len(self.y) - 1, -1, -1, dtype=torch.float64)
         weight = 0.5 ** (age / self.half_life)
-        factor = torch.linalg.cholesky(self._kernel[1] + (1 / weight).diag())
+        factor = torch.linalg.cholesky(self._inner[rows, rows] + (1 / weight).diag())
         return precisions, factor, torch.linalg.solve_triangular(factor, self.y, upper=False), weight
 
-    def _precisions(self) -> Tensor:
-        made = torch.empty(self._phi.shape[1], dtype=torch.float64)
+    def _elder_precisions(self) -> Tensor:
+        made = torch.empty(self._buffer.shape[1], dtype=torch.float64)
         for name, group in self.elder.features.groups.items():
             made[group] = self.elder.base().precisions[name]
         return made
@@ -94,14 +109,19 @@ class Echo:
 
     def merge(self, other: "Echo") -> None:
         """Take the last rows of another stream, too: they are taken as the newer ones."""
-        self._kernel = None
         self.fold(other.x, other._phi, other.y)
 
     def take(self, other: "Echo", places: list[int]) -> None:
         """Take over another one's rows, its targets moved to these places among ours."""
-        self.x, self._phi, self._kernel = other.x, other._phi, None
-        self.y = torch.zeros(len(other.y), self.y.shape[1], dtype=torch.float64)
-        self.y[:, places] = other.y
+        y = torch.zeros(len(other.y), self.y.shape[1], dtype=torch.float64)
+        y[:, places] = other.y
+        self._begin(other.x, other._phi, y)
+
+    def _begin(self, x: Tensor, phi: Tensor, y: Tensor) -> None:
+        """Keep these rows, and no others."""
+        self.x, self.y = x[:0], y[:0]
+        self._stop, self._kept, self._precisions = 0, 0, None
+        self.fold(x, phi, y)
 
     def tensors(self) -> dict[str, Tensor]:
         """All that is remembered, by name."""
@@ -109,5 +129,4 @@ class Echo:
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Take what `tensors` gave in place of what is remembered."""
-        self.x, self.y, self._kernel = tensors["x"], tensors["y"], None
-        self._phi = self.elder.features(self.x)
+        self._begin(tensors["x"], self.elder.features(tensors["x"]), tensors["y"])

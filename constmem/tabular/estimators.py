@@ -19,7 +19,7 @@ from constmem.tabular.answers import (
     mixed_probabilities,
     mixed_quantiles,
 )  # fmt: skip
-from constmem.tabular.base import StreamingEstimator
+from constmem.tabular.base import StreamingEstimator, alone
 from constmem.tabular.inputs import frame_of
 from constmem.tabular.learner import Learner
 
@@ -43,6 +43,7 @@ class StreamingRegressor(RegressorMixin, StreamingEstimator):  # type: ignore[mi
         tags.target_tags.multi_output = True
         return tags
 
+    @alone
     def fit(self, X: Any, y: Any) -> "StreamingRegressor":
         """Forget everything, freeze columns and features by these rows, and learn them."""
         frame, targets, flat = self._given(X, y)
@@ -50,6 +51,7 @@ class StreamingRegressor(RegressorMixin, StreamingEstimator):  # type: ignore[mi
         self._flat = flat
         return self
 
+    @alone
     def partial_fit(self, X: Any, y: Any) -> "StreamingRegressor":
         """Learn more rows; those of a warm-up are kept until columns and features are frozen by them."""
         frame, targets, flat = self._given(X, y)
@@ -79,6 +81,7 @@ class StreamingRegressor(RegressorMixin, StreamingEstimator):  # type: ignore[mi
             )
         return frame, targets.reshape(len(frame), -1), targets.ndim == 1
 
+    @alone
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """Predicted means, and with `return_std` their standard deviations, noise included."""
         if not return_std:
@@ -87,6 +90,7 @@ class StreamingRegressor(RegressorMixin, StreamingEstimator):  # type: ignore[mi
         answers, weights = self._answers(X)
         return self._shaped(mixed_mean(answers, weights)), self._shaped(mixed_deviation(answers, weights))
 
+    @alone
     def predict_quantiles(
         self, X: Any, quantiles: Sequence[float] = (0.05, 0.5, 0.95)
     ) -> NDArray[np.float64]:
@@ -98,6 +102,7 @@ class StreamingRegressor(RegressorMixin, StreamingEstimator):  # type: ignore[mi
         made = np.moveaxis(mixed_quantiles(answers, weights, levels.tolist()), 0, -1)
         return made[:, 0] if self._flat else made
 
+    @alone
     def predict_interval(self, X: Any, coverage: float = 0.9) -> NDArray[np.float64]:
         """The central interval that holds the target with this probability: (n, 2) lower and upper ends."""
         if not 0 < coverage < 1:
@@ -110,6 +115,7 @@ class StreamingRegressor(RegressorMixin, StreamingEstimator):  # type: ignore[mi
         _, targets, _ = self._given(X, y)
         return mixed_log_density(answers, weights, targets)
 
+    @alone
     def remove(self, X: Any, y: Any) -> "StreamingRegressor":
         """Undo having learned these rows, exactly; refuses rows that cannot have been learned."""
         check_is_fitted(self)
@@ -137,6 +143,7 @@ class StreamingClassifier(ClassifierMixin, StreamingEstimator):  # type: ignore[
 
     _discrete = True
 
+    @alone
     def fit(self, X: Any, y: Any) -> "StreamingClassifier":
         """Forget everything, freeze columns and features by these rows, and learn them."""
         frame, labels = self._given(X, y)
@@ -145,6 +152,7 @@ class StreamingClassifier(ClassifierMixin, StreamingEstimator):  # type: ignore[
         self._order, self._declared, self.classes_ = order, False, order
         return self
 
+    @alone
     def partial_fit(self, X: Any, y: Any, classes: Any = None) -> "StreamingClassifier":
         """Learn more rows; `classes`, if given at first, are all that there will be."""
         frame, labels = self._given(X, y)
@@ -178,6 +186,8 @@ class StreamingClassifier(ClassifierMixin, StreamingEstimator):  # type: ignore[
             labels = labels[:, 0]
         if labels.dtype.kind == "c":
             raise ValueError("Complex data not supported: y holds complex numbers")
+        if labels.dtype.kind == "S":
+            raise TypeError("y holds bytes, not text: decode them, as in np.char.decode(y)")
         if labels.dtype.kind == "O":
             absent = [row for row, v in enumerate(labels) if v is None or v != v]
             if absent:
@@ -194,16 +204,19 @@ class StreamingClassifier(ClassifierMixin, StreamingEstimator):  # type: ignore[
             raise ValueError(f"y has shape {labels.shape}: one class a row is needed")
         return frame, labels
 
+    @alone
     def predict_proba(self, X: Any) -> NDArray[np.float64]:
         """Probabilities, (n, classes), in the order of `classes_`."""
         chances = mixed_probabilities(*self._answers(X))
         return np.asarray(chances[:, np.argsort(self._order)])
 
+    @alone
     def predict(self, X: Any) -> NDArray[Any]:
         """The most probable class of each row."""
         chances = self.predict_proba(X)
         return np.asarray(self.classes_[chances.argmax(1)])
 
+    @alone
     def remove(self, X: Any, y: Any) -> "StreamingClassifier":
         """Undo having learned these rows, exactly; refuses rows that cannot have been learned."""
         check_is_fitted(self)

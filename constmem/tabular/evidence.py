@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf, log
+from math import inf, isfinite, log
 
 import torch
 from jaxtyping import Float
@@ -104,6 +104,11 @@ def posterior(
     best = _Fit(moments, groups, first)
     if best.log_evidence == -inf:
         best = _Fit(moments, groups, torch.zeros_like(first))
+    if not isfinite(best.log_evidence):
+        raise ValueError(
+            "the sums of squares of these rows are not finite or not positive: numbers are too large to be "
+            "squared, or the state was changed from outside; use a larger unit, and learn the rows again"
+        )
     reach, most = REACH
     for _ in range(STEPS):
         step = best.step(reach)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from constmem.data.row_files import MOST_HEADER, parquet_errors, parquet_file
 from constmem.tabular.frames import MOMENT, Kind
 
 ROWS = 4096  # of one chunk
@@ -74,7 +75,10 @@ class CsvFile:
     def __init__(self, path: Path) -> None:
         self.path, self.total = path, path.stat().st_size
         with path.open(newline="", encoding="utf-8-sig") as file:
-            line = file.readline()
+            try:
+                line = file.readline(MOST_HEADER)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}: no CSV file of UTF-8 text ({error.reason})") from error
             found = max(",;\t", key=line.count) if path.suffix.lower() == ".csv" else "\t"
             self.delimiter = found if line.count(found) else ","
             self.names = next(csv.reader([line], delimiter=self.delimiter), [])
@@ -90,7 +94,8 @@ class CsvFile:
             rows: list[list[str]] = []
             first = 0
             try:
-                next(reader)
+                if next(reader) != self.names:
+                    raise ValueError(f"{self.path}: the names of columns go on in its second line")
                 for row in reader:
                     if not row:
                         continue
@@ -185,11 +190,7 @@ class ParquetFile:
     """A Parquet file, read by pyarrow."""
 
     def __init__(self, path: Path) -> None:
-        arrow = pyarrow()
-        try:
-            self.file = arrow.parquet.ParquetFile(path)
-        except arrow.ArrowInvalid as error:
-            raise ValueError(f"{path} is no Parquet file, or is damaged: {error}") from error
+        self.file = parquet_file(path)
         self.path, self.names, self.total = path, self.file.schema_arrow.names, self.file.metadata.num_rows
 
     def kinds(self) -> dict[str, Kind]:
@@ -206,15 +207,18 @@ class ParquetFile:
 
     def chunks(self, kinds: Mapping[str, Kind]) -> Iterator[Chunk]:
         own, first = self.kinds(), 0
-        for batch in self.file.iter_batches(ROWS):
-            columns = {}
-            for name in self.names:
-                if name in kinds:
-                    if "empty" not in (own[name], kinds[name]) and own[name] != kinds[name]:
-                        raise ValueError(
-                            f"{self.path}, column {name!r}: holds {own[name]}s, not {kinds[name]}s"
-                        )
-                    columns[name] = _arrow_column(batch.column(name), own[name])
+        for name in self.names:
+            if name in kinds and "empty" not in (own[name], kinds[name]) and own[name] != kinds[name]:
+                raise ValueError(f"{self.path}, column {name!r}: holds {own[name]}s, not {kinds[name]}s")
+        batches = self.file.iter_batches(ROWS, use_threads=False)
+        while True:
+            with parquet_errors(self.path):
+                if (batch := next(batches, None)) is None:
+                    return
+                batch.validate(full=True)
+                columns = {
+                    name: _arrow_column(batch.column(name), own[name]) for name in self.names if name in kinds
+                }
             yield Chunk(columns, first, first + len(batch), batch)
             first += len(batch)
 

@@ -230,6 +230,10 @@ class Memory:
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Take what `tensors` gave in place of all that is remembered."""
+        for name, blank in self.tensors().items():
+            found = tensors[name]
+            if found.ndim != blank.ndim or found.shape[1:] != blank.shape[1:] or found.dtype != blank.dtype:
+                raise ValueError(f"holds a {name} that does not fit: {tuple(found.shape)} {found.dtype}")
         for i, trace in enumerate(self.traces):
             start = f"{i}."
             trace.restore({n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)})

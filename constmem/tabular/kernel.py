@@ -1,14 +1,15 @@
 """`Kernel`: a smooth and a rough kernel with a length for every coordinate, learned from warm-up rows."""
 
 from dataclasses import dataclass
-from math import log
+from math import inf, log
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-ROWS = 512  # drawn for each step: a step takes the cube of it
-STEPS = 40
+ROWS = 256, 512, 1024  # drawn for each step, more and more of them: a step takes the cube of it
+UNTIL = 0.4, 0.75, 1.0  # of the steps
+STEPS = 80
 RATE = 0.15
 HASTE = 4.0  # how much faster variances move at the end, when the lengths are nearly right
 JITTER = 1e-9
@@ -47,16 +48,17 @@ class Kernel:
     def learned(u: Float[Tensor, "n e"], y: Float[Tensor, "n k"], generator: torch.Generator) -> "Kernel":
         """Lengths that maximise the marginal likelihood of a Gaussian process on these rows.
 
-        The process is a constant, a linear part, the kernel and noise; each of a few steps of Adam sees at
-        most `ROWS` rows, drawn anew. The first half of u are columns, the second their ranks; the targets
-        are in units of their spread.
+        The process is a constant, a linear part, the kernel and noise; each of a few steps of Adam sees some
+        rows, drawn anew: few at first, and more of them at the end. The first half of u are columns, the
+        second their ranks; the targets are in units of their spread.
         """
         columns = u.shape[1] // 2
         rates = Kernel.usual(columns).rates.log().flatten()
         at = torch.cat([rates, torch.tensor(PARTS, dtype=torch.float64)])
         mean, square = torch.zeros_like(at), torch.zeros_like(at)
         for step in range(1, STEPS + 1):
-            rows = torch.randperm(len(u), generator=generator)[:ROWS]
+            some = next(rows for rows, until in zip(ROWS, UNTIL, strict=True) if step <= until * STEPS)
+            rows = torch.randperm(len(u), generator=generator)[:some]
             slope = _slope(at, u[rows], y[rows], columns)
             if slope is None:
                 break
@@ -116,21 +118,23 @@ def _slope(at: Tensor, u: Tensor, y: Tensor, columns: int) -> Tensor | None:
     """
     rates, parts = at[: -len(PARTS)].exp().view(2, -1), at[-len(PARTS) :].exp()
     smooth, rough, slant, noise = parts
-    v, w = (u * rate for rate in rates)
-    far, near = _distance(v, v), _distance(w, w).sqrt()
-    kernels = smooth * (-far / 2).exp(), rough * (-near).exp()
-    linear = slant / columns * (u[:, :columns] @ u[:, :columns].mT)
-    covariance = kernels[0] + kernels[1] + linear + CONSTANT
+    z, (v, w) = u[:, :columns], (u * rate for rate in rates)
+    near = _distance(w, w).sqrt_()
+    kernels = _distance(v, v).mul_(-0.5).exp_().mul_(smooth), near.neg().exp_().mul_(rough)
+    covariance = torch.addmm(kernels[0] + kernels[1], z, z.mT, alpha=float(slant) / columns).add_(CONSTANT)
     covariance.diagonal().add_(noise + JITTER)
     factor, failed = torch.linalg.cholesky_ex(covariance)
     if failed:
         return None
     answer = torch.cholesky_solve(y, factor)
-    pull = (y.shape[1] * torch.cholesky_inverse(factor) - answer @ answer.mT) / 2
-    bends = -kernels[0] / 2, torch.where(near > 0, -kernels[1] / (2 * near).clamp(min=1e-12), 0.0)
-    slopes = []
-    for scaled, bend in zip((v, w), bends, strict=True):
-        pulled = pull * bend
-        slopes.append(4 * (pulled.sum(1) @ scaled.square() - (scaled * (pulled @ scaled)).sum(0)))
-    shares = [(pull * part).sum() for part in (*kernels, linear)]
-    return torch.cat([*slopes, torch.stack([*shares, noise * pull.diagonal().sum()])])
+    pull = torch.cholesky_inverse(factor).mul_(y.shape[1]).addmm_(answer, answer.mT, alpha=-1.0).div_(2)
+    pulls = [kernel.mul_(pull) for kernel in kernels]
+    shares = [pulled.sum() for pulled in pulls]
+    shares += [slant / columns * ((pull @ z) * z).sum(), noise * pull.diagonal().sum()]
+    pulls[0] *= -0.5
+    pulls[1] /= near.masked_fill_(near == 0, inf).mul_(-2.0)  # at the same place lengths change nothing
+    slopes = [
+        4 * (pulled.sum(1) @ scaled.square() - (scaled * (pulled @ scaled)).sum(0))
+        for scaled, pulled in zip((v, w), pulls, strict=True)
+    ]
+    return torch.cat([*slopes, torch.stack(shares)])

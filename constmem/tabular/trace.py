@@ -15,6 +15,7 @@ from constmem.tabular.features import Features
 RECENT = 128  # rows that may wait; answers correct for them exactly, by a matrix of that size
 GROWTH = 0.5  # precisions are searched again when so many more rows have come
 FEW = 128  # ... but not for fewer than these
+LONG = 16.0  # half-lives that count as rows seen, at most: what fades is searched again for ever
 LEAST = 1e-6  # of the noise: a variance is never less, whatever rounding says
 
 
@@ -167,7 +168,8 @@ class Trace:
                 found = at(self.moments, self.features.groups, self._precisions, *self._noise)
             else:
                 found = posterior(self.moments, self.features.groups, self._precisions)
-                self._searched, self._since = float(self.moments.count), 0
+                seen = max(float(self.moments.count), self._searched + self._since)
+                self._searched, self._since = min(seen, LONG * self.half_life), 0
             self._posterior, self._precisions = found, found.precisions
             self._correction, self._asked = _Correction(self.moments.width), None
         return self._posterior

@@ -12,10 +12,9 @@ import torch
 
 from constmem.cli import plot
 from constmem.data import Events, Table, load_events, load_images, simulated
-from constmem.evaluation import pictures
+from constmem.evaluation import LEVELS, evaluate, pictures, pit_values
 from constmem.evaluation.events import rescaled_times
 from constmem.evaluation.pictures import Trained, completions, gp_fits, hazards, plot_runs, timeline
-from constmem.evaluation.points import LEVELS, evaluate, pit_values
 from constmem.evaluation.runs import evaluate_run, open_run
 from constmem.neural_processes import MODELS
 from constmem.plots.curves import reliability

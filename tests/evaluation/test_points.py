@@ -14,7 +14,7 @@ from torch.distributions import Normal
 
 from constmem import data as data_sets
 from constmem.data import Kernel, Task, gp_evaluation_tasks
-from constmem.evaluation.points import AT_ONCE, crps_of, evaluate, pit_values
+from constmem.evaluation import AT_ONCE, crps_of, evaluate, pit_values
 from constmem.neural_processes import CMANP, MODELS
 from constmem.neural_processes.heads import SampleMixture
 from constmem.training.recipes import changed, recipe

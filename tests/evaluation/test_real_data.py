@@ -9,7 +9,7 @@ import shipped
 import torch
 from record import RESULTS
 
-from constmem.evaluation.points import evaluate
+from constmem.evaluation import evaluate
 from constmem.evaluation.runs import evaluate_run
 from constmem.training import loop as train
 from constmem.training.loop import Run

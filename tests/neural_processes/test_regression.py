@@ -158,13 +158,20 @@ def test_a_model_without_moments_says_nothing_of_them() -> None:
 @torch.no_grad()
 def test_a_stream_of_single_points_keeps_both_parts() -> None:
     torch.manual_seed(0)
-    model = CMANP(dim_x=1, dim_y=1, dim=16, depth=2, num_slots=4, num_latents=4, moments=16, experts=3).eval()
+    sizes = {
+        "dim": 32,
+        "num_heads": 2,
+        "depth": 2,
+        "num_slots": 16,
+        "num_latents": 4,
+    }  # which machine code serves
+    model = CMANP(dim_x=1, dim_y=1, **sizes, moments=16, experts=3).eval()  # type: ignore[arg-type]
     stream, (x, y) = Stream(model), points(30)
-    sizes = set()
+    held = set()
     for i in range(30):
         stream.observe(x[:, i : i + 1], y[:, i : i + 1])
-        sizes.add(stream.nbytes)
-    assert len(sizes) == 1
+        held.add(stream.nbytes)
+    assert len(held) == 1
     assert isinstance(stream.state, Product)
     whole = model.condition(x, y)
     torch.testing.assert_close(stream.state.moments.gram, whole.moments.gram)

@@ -1,4 +1,4 @@
-"""Which steps on events are captured, and how they are replayed: told by a graph that only remembers."""
+"""Which steps on events are captured, and how they are replayed: shown by a graph that only remembers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Runs that go wrong: told at once and exactly, and never at the cost of what was good before."""
+"""Runs that go wrong: reported at once and exactly, and never at the cost of what was good before."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Run folders that were damaged, cut short or left half way: told by name, never half believed."""
+"""Run folders that were damaged, cut short or left half way: named, never half believed."""
 
 import errno
 import fcntl

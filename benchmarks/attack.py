@@ -1,0 +1,98 @@
+"""The attack's long form: a hundred thousand damaged files and odd calls, a thousand kills, races, limits.
+
+python benchmarks/attack.py             # ten minutes on two cores; writes results/attack.json
+
+What is tried, and what must hold, is in tests/attack; benchmarks/tables.py puts the rows into
+docs/reliability.md.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from record import RESULTS, provenance, save
+
+ROOT = Path(__file__).parents[1]
+KILLS = 3  # of one case
+WHAT = {  # what a kind of attack does, and what must come of it
+    "states": "files of states of every kind: bits flipped, cut, mixed, headers and numbers edited",
+    "streams": "files of streams, the same",
+    "models": "folders of models, the same: `config.json` and `model.safetensors`",
+    "estimators": "files of estimators, the same",
+    "data of runs": "the rows and events that a run keeps, the same",
+    "tables": "CSV files for `Table.read`, beside another reader",
+    "table files": "CSV and Parquet files for `constmem fit`, beside other readers",
+    "event files": "CSV, JSON and JSON Lines of events, beside another reader",
+    "packs": "prepared packs (`.npz`)",
+    "archives": "archives for `constmem data prepare`",
+    "models of points": "`condition`, `update`, `merge`, `query` of ten models, beside one task at a time",
+    "models of events": "the same of four event models, beside all events at once",
+    "states and moments": "the algebra, beside NumPy in float64",
+    "calls of streams": "steps of a `Stream`, beside a list of all points",
+    "calls of estimators": "steps of the estimators, beside all rows at once",
+    "runs": "damaged folders of runs, read and resumed: the same to the last bit, or refused",
+    "commands": "the command line with damaged files and odd words: an answer or one line",
+    "killed streams": "kills while a stream is saved after each point",
+    "killed estimators": "kills while an estimator is saved after each part",
+    "killed updates": "kills of `constmem update`",
+    "killed training": "kills of training, resumed to the end",
+    "killed compiling": "kills while machine code is compiled",
+    "threads on a stream": "four writers and two readers on one `Stream`",
+    "threads on an estimator": "four writers and two readers on one estimator",
+    "little memory": "too little memory (`RLIMIT_AS`)",
+    "no threads": "no thread can be started (`RLIMIT_NPROC`)",
+    "no room": "no room for a file (`RLIMIT_FSIZE`, a full disk, a read-only folder)",
+}
+
+
+def times(kind: str, cases: int) -> int:
+    """How often something was tried in so many cases."""
+    return cases * KILLS if kind.startswith("killed") else cases
+
+
+def table() -> str:
+    """What was tried and what held; nothing where it was never run."""
+    path = RESULTS / "attack.json"
+    if not path.exists():
+        return ""
+    content = json.loads(path.read_text())
+    lines = ["| what | tried | answered right | refused | neither |", "|---|---|---|---|---|"]
+    for row in content["rows"]:
+        kind = row["kind"]
+        counts = (f"{times(kind, row[key]):,}" for key in ("tried", "right", "refused"))
+        lines.append(f"| {WHAT[kind]} | {' | '.join(counts)} | {len(row['findings'])} |")
+    fuzzed, killed = totals(content["rows"])
+    lines += ["", f"{fuzzed:,} damaged files and calls, {killed:,} kills; {content['device']}, "
+              f"{content['cpu_seconds']:,} seconds of its processors, {content['date'][:10]}, commit "
+              f"{(content['commit'] or 'unknown')[:7]}."]  # fmt: skip
+    return "\n".join(lines)
+
+
+def totals(rows: list[dict[str, Any]]) -> tuple[int, int]:
+    """Files and calls, and kills."""
+    kills = sum(times(row["kind"], row["tried"]) for row in rows if row["kind"].startswith("killed"))
+    last = ("threads on", "little", "no ")
+    fuzzed = sum(row["tried"] for row in rows if not row["kind"].startswith(("killed", *last)))
+    return fuzzed, kills
+
+
+def main() -> None:
+    about = provenance(0, "made at random")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        words = [sys.executable, "-m", "tests.attack", "--long", "--out", str(out)]
+        done = subprocess.run(words, cwd=ROOT, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        content = json.loads(out.read_text())
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    save("attack", content["rows"], **about, seconds=content["seconds"],
+         cpu_seconds=round(used.ru_utime + used.ru_stime))  # fmt: skip
+    sys.exit(done.returncode)
+
+
+if __name__ == "__main__":
+    main()
