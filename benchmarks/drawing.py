@@ -92,9 +92,9 @@ def rows_seen(path: Path) -> Path:
         errors = {name: (seen, [row[key] for row in own]) for name, key in lines.items()}
         panels.append(Panel(f"{table}: error, in deviations of y", errors, low=0))
     memory = {
+        "the rows themselves": (seen, [row["rows_bytes"] / 1e6 for row in own]),
         OURS: (seen, [row["state_bytes"] / 1e6 for row in own]),
         FOREST: (seen, [(row["forest_bytes"] + row["rows_bytes"]) / 1e6 for row in own]),
-        "the rows themselves": (seen, [row["rows_bytes"] / 1e6 for row in own]),
     }
     panels.append(Panel(f"{table}: held in memory, MB", memory, log=True))
     return panels_of_lines(panels, path, title="", log=True)

@@ -127,7 +127,8 @@ def _columns(
     if len(labels) == 1:  # all events are alike
         return made
     kinds = np.array([labels[i] for i in found.marks.flatten().tolist()], dtype=object)
-    return made | {mark: kinds, f"{mark}_probability": found.chances.flatten().cpu().numpy()}
+    chances = found.chances.flatten().double().cpu().numpy().round(4)
+    return made | {mark: kinds, f"{mark}_probability": chances}
 
 
 def _clock(model: PointProcess[Any], unit: str) -> Callable[[float], str]:
