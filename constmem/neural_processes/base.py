@@ -256,7 +256,7 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
     def _seen(self, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> S:
         """The state of checked points, `chunk` of them at a time."""
         if x.shape[1] <= chunk:
-            return self._merged([self._scaled(cleared(x, y, mask))])
+            return self._merged([self._scaled((x, y, None) if mask is None else cleared(x, y, mask))])
         return self._condition(map(self._scaled, slices(x, y, mask, chunk)))
 
     def _part(self, chunk: Chunk) -> S:
