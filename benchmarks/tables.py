@@ -13,6 +13,8 @@ from typing import Any
 
 import attack
 import event_tables
+import gp_joint
+import gp_limits
 import gpu_tables
 import learner_tables
 
@@ -137,7 +139,8 @@ def reproduction() -> str:
         "as fast as the literal algorithm run eagerly.",
     )
     others = [trained(name) for name in ("celeba32", "celeba32-longer", "celeba64", "celeba128", "gp")]
-    return "\n\n".join([trained("emnist"), *more, *filter(None, others)])
+    functions = gp_limits.summary(rows("gp_limits")), gp_joint.summary(rows("gp_joint"))
+    return "\n\n".join([trained("emnist"), *more, *filter(None, others), *functions])
 
 
 def compared() -> str:
