@@ -105,7 +105,7 @@ def peak(tmp_path: Path) -> Peak:
 @pytest.fixture(params=list(VECTORS) if IS_X86 else ["widest"])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU's machine code as built for this machine, and as it would be for smaller ones."""
-    from constmem.kernels import cpu, library  # not before shapes are checked, where they are
+    from constmem.kernels import cpu, paths  # not before shapes are checked, where they are
 
-    found = library.load(library.built((*library.FLAGS, *VECTORS[request.param])))
+    found = paths.load(paths.built((*paths.FLAGS, *VECTORS[request.param])))
     monkeypatch.setattr(cpu, "library", lambda: found)

@@ -10,6 +10,7 @@ from statistics import mean, stdev
 import numpy as np
 import pytest
 import torch
+from sklearn.ensemble import RandomForestRegressor
 
 import constmem
 from constmem import cli
@@ -198,6 +199,8 @@ def test_the_power_plant_is_learned_better_with_every_chunk_in_the_same_memory()
     linear = np.linalg.lstsq(np.c_[x[:3000], np.ones(3000)], y[:3000])[0]
     straight = np.sqrt(np.mean((np.c_[x[8000:], np.ones(len(x) - 8000)] @ linear - y[8000:]) ** 2))
     assert errors[-1] < 0.85 * straight  # of least squares
+    forest = RandomForestRegressor(3, random_state=0).fit(x[:3000], y[:3000]).predict(x[8000:])
+    assert found[-1].error[1] == pytest.approx(np.sqrt(np.mean((forest - y[8000:]) ** 2)))
     assert all(0.86 < moment.inside < 0.94 for moment in found)
     assert len({moment.held[0] for moment in found}) == 1
     assert found[-1].held[1] > 2 * found[0].held[1]

@@ -7,6 +7,8 @@ splits exactly in two: `observe` (data to state) and `read` (state to latents). 
 stack observe does not depend on one another: all of them look at a chunk in one pass.
 """
 
+from typing import Any
+
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -17,6 +19,7 @@ from constmem.core.layers import (
     FeedForward,
     Residual,
     SelfAttention,
+    applied,
     check_residual,
     keep_variance,
     normed_slots,
@@ -51,8 +54,9 @@ class Reading(nn.Module):
         slots: Float[Tensor, "s d"],
         latents: Float[Tensor, "b l d"],
     ) -> Float[Tensor, "b l d"]:
-        seen = self.out(value.transpose(1, 2).flatten(2)) + slots
-        out: Tensor = self.latents(self.cross(latents, self.data(seen)))
+        own: Any = self._modules
+        seen = applied(own["out"], value.transpose(1, 2).flatten(2)) + slots
+        out: Tensor = own["latents"](own["cross"](latents, own["data"](seen)))
         return out
 
 

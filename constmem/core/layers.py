@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -117,6 +118,21 @@ def refreshed(module: AnyModule) -> AnyModule:
     return module
 
 
+def applied(module: nn.Module, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
+    """module(x): of plain linear maps and norms past the bookkeeping of calls, a third of a small query."""
+    kind, own = type(module), module._parameters
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    if hooked or module._backward_pre_hooks or _has_any_global_hook() or "weight" not in own:
+        kind = nn.Module
+    if kind is nn.Linear:
+        return F.linear(x, own["weight"], own["bias"])  # type: ignore[arg-type]
+    if kind is nn.LayerNorm:
+        about: Any = module
+        return F.layer_norm(x, about.normalized_shape, own["weight"], own["bias"], about.eps)
+    out: Tensor = module(x)
+    return out
+
+
 def on_gpu(x: Tensor) -> bool:
     """Whether work may be put together there; asked first, since small queries feel every look-up."""
     return x.is_cuda
@@ -186,8 +202,9 @@ class CrossAttention(nn.Module):
             whole = self.attention.whole(x, context, mask, self.norm, self.norm_context, self.normed)
             if whole is not None:
                 return whole
-        normed = self.norm(x)
-        out: Tensor = self.attention(normed, self.norm_context(context), mask)
+        own: Any = self._modules
+        normed = applied(own["norm"], x)
+        out: Tensor = own["attention"](normed, applied(own["norm_context"], context), mask)
         return out + (normed if self.normed else x)
 
 
@@ -209,8 +226,9 @@ class SelfAttention(nn.Module):
             whole = self.attention.whole(x, None, mask, self.norm, None, self.normed)
             if whole is not None:
                 return whole
-        normed = self.norm(x)
-        out: Tensor = self.attention(normed, normed, mask)
+        own: Any = self._modules
+        normed = applied(own["norm"], x)
+        out: Tensor = own["attention"](normed, normed, mask)
         return out + (normed if self.normed else x)
 
 
@@ -228,11 +246,11 @@ class _Attention(nn.Module):
         self, x: Float[Tensor, "b m d"], context: Float[Tensor, "b n d"],
         mask: Bool[Tensor, "b n"] | None = None,
     ) -> Float[Tensor, "b m d"]:  # fmt: skip
-        q = self.query(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (b, h, m, c)
-        kv = self.key_value(context).unflatten(-1, (2, self.num_heads, -1))
+        own: Any = self._modules
+        q = applied(own["query"], x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (b, h, m, c)
+        kv = applied(own["key_value"], context).unflatten(-1, (2, self.num_heads, -1))
         k, v = kv.transpose(1, 3).unbind(2)  # (b, h, n, c) each
-        out: Tensor = self.out(attend(q, k, v, mask).transpose(1, 2).flatten(2))
-        return out
+        return applied(own["out"], attend(q, k, v, mask).transpose(1, 2).flatten(2))
 
     def whole(
         self,
@@ -272,7 +290,7 @@ class FeedForward(nn.Module):
             whole = kernels.feed_forward(x, *weights, eps=self.norm.eps, normed=self.normed)
             if whole is not None:
                 return whole
-        normed = self.norm(x)
-        content, gate = self.expand(normed).chunk(2, -1)
-        out: Tensor = self.contract(content * F.gelu(gate))
-        return out + (normed if self.normed else x)
+        own: Any = self._modules
+        normed = applied(own["norm"], x)
+        content, gate = applied(own["expand"], normed).chunk(2, -1)
+        return applied(own["contract"], content * F.gelu(gate)) + (normed if self.normed else x)

@@ -1,8 +1,7 @@
 """`Moments`: sums of products of features and targets, all that Bayesian linear regression remembers."""
 
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -10,16 +9,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from constmem.core import checks
-from constmem.core.files import read_tensors, write_tensors
+from constmem.core.monoid import Monoid
 
-VERSION = 1
 CHUNK = 4096  # rows multiplied at once
 BLOCK = 128  # features of one block of the Gram matrix: blocks below the diagonal are copied, not computed
 ROUNDING = 1e-12  # of the larger state's trace: what a difference of two sums may miss being positive by
 
 
 @dataclass(frozen=True, eq=False)
-class Moments:
+class Moments(Monoid):
     """What must be remembered of rows (phi, y) to regress y on phi; immutable, mergeable, float64.
 
     Attributes:
@@ -27,6 +25,7 @@ class Moments:
         cross: (*b, p, k) sum of weight * phi y'.
         square: (*b, k) sum of weight * y².
         count: (*b,) sum of the weights; the number of rows if none were given.
+        fingerprint: which weights made the features; None when nobody knows.
 
     Example:
         >>> phi, y = torch.randn(9, 3), torch.randn(9, 2)
@@ -36,6 +35,7 @@ class Moments:
         True
     """
 
+    AXES: ClassVar[str] = "(features, targets)"
     KIND: ClassVar[str] = "constmem.moments"
     NAMES: ClassVar[tuple[str, ...]] = ("gram", "cross", "square", "count")
 
@@ -43,6 +43,7 @@ class Moments:
     cross: Float[Tensor, "*b p k"]
     square: Float[Tensor, "*b k"]
     count: Float[Tensor, "*b"]
+    fingerprint: str | None = field(default=None, kw_only=True)
 
     @staticmethod
     def empty(
@@ -108,19 +109,12 @@ class Moments:
         factors = torch.as_tensor(factor, dtype=torch.float64, device=self.count.device)
         if not bool(((factors > 0.0) & (factors <= 1.0)).all()):
             raise ValueError(f"decay takes a factor above 0 and at most 1, not {factor}")
-        return self.mapped(lambda t: t * factors.reshape((*factors.shape, *[1] * (t.ndim - factors.ndim))))
+        return self._mapped(lambda t: t * factors.reshape((*factors.shape, *[1] * (t.ndim - factors.ndim))))
 
-    def to(self, device: torch.device | str) -> "Moments":
-        """The same state on another device."""
-        return self.mapped(lambda t: t.to(device))
-
-    def detach(self) -> "Moments":
-        """The same state cut off from the graph that computed it."""
-        return self.mapped(Tensor.detach)
-
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Moments":
-        """The same state with each of its tensors changed."""
-        return Moments(*(change(t) for t in self._all))
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """(features, targets)."""
+        return self.cross.shape[-2:]
 
     @property
     def width(self) -> int:
@@ -143,23 +137,37 @@ class Moments:
         packed = self.gram[..., rows, columns]
         return {"gram": packed, "cross": self.cross, "square": self.square, "count": self.count}
 
-    @staticmethod
-    def of(tensors: dict[str, Tensor]) -> "Moments":
+    @classmethod
+    def of_tensors(cls, tensors: dict[str, Tensor], fingerprint: str | None = None) -> "Moments":
         """The state made of what `tensors` gave; refuses what no rows can have made."""
-        checks.named(tensors, set(Moments.NAMES))
+        cls._require(tensors)
+        made = cls._made(tensors, fingerprint)
+        cls.require({name: getattr(made, name) for name in cls.NAMES})
+        return made
+
+    @classmethod
+    def _made(cls, tensors: dict[str, Tensor], fingerprint: str | None) -> "Moments":
+        packed, (*batch, p, _) = tensors["gram"], tensors["cross"].shape
+        gram = packed.new_zeros(*batch, p, p)
+        rows, columns = torch.tril_indices(p, p)
+        gram[..., rows, columns] = packed
+        gram[..., columns, rows] = packed
+        return cls(gram, *(tensors[name] for name in cls.NAMES[1:]), fingerprint=fingerprint)
+
+    @classmethod
+    def _require(cls, tensors: dict[str, Tensor]) -> None:
+        checks.named(tensors, set(cls.NAMES))
         packed, cross = tensors["gram"], tensors["cross"]
         if cross.ndim < 2:
             raise ValueError(f"holds cross moments of shape {tuple(cross.shape)}, not (p, k)")
         *batch, p, _ = cross.shape
         if tuple(packed.shape) != (*batch, p * (p + 1) // 2):
             raise ValueError("holds moments whose shapes do not fit")
-        gram = packed.new_zeros(*batch, p, p)
-        rows, columns = torch.tril_indices(p, p)
-        gram[..., rows, columns] = packed
-        gram[..., columns, rows] = packed
-        whole = {**tensors, "gram": gram}
-        Moments.require(whole)
-        return Moments(**whole)
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> "Moments":
+        return Moments(
+            *(function(t) for t in self._all), fingerprint=self.fingerprint
+        )  # not packed and unpacked
 
     @staticmethod
     def require(tensors: dict[str, Tensor]) -> None:
@@ -175,20 +183,6 @@ class Moments:
             raise ValueError("holds a negative count or a negative sum of squares")
         if not torch.equal(gram, gram.mT):
             raise ValueError("holds a Gram matrix that is not symmetric")
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state, atomically, as a safetensors file with a versioned header."""
-        write_tensors(path, self.tensors(), {"format": self.KIND, "version": str(VERSION)})
-
-    @staticmethod
-    def load(path: str | os.PathLike[str], device: torch.device | str | None = None) -> "Moments":
-        """Read a state that `save` wrote."""
-        tensors, _ = read_tensors(path, kind=Moments.KIND, version=VERSION)
-        try:
-            state = Moments.of(tensors)
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged: it {error}; save the state again") from error
-        return state if device is None else state.to(device)
 
     @property
     def _all(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -89,7 +89,9 @@ class Product(Monoid):
     @classmethod
     def _made(cls, tensors: dict[str, Tensor], fingerprint: str | None) -> "Product":
         slots, moments = _split(tensors)
-        return cls(AttentionState._made(slots, fingerprint), Moments(**moments))
+        return cls(
+            AttentionState._made(slots, fingerprint), Moments(*(moments[name] for name in Moments.NAMES))
+        )
 
     @classmethod
     def _require(cls, tensors: dict[str, Tensor]) -> None:
@@ -99,7 +101,7 @@ class Product(Monoid):
         Moments.require(moments)
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> "Product":
-        return Product(self.slots._mapped(function), self.moments.mapped(function))
+        return Product(self.slots._mapped(function), self.moments._mapped(function))
 
     def to(self, device: torch.device | str | None = None) -> "Product":
         """The same state elsewhere."""

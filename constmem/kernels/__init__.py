@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from constmem.kernels import cpu, gpu, library
+from constmem.kernels import cpu, gpu
 from constmem.kernels.fused import attend, attend_backward, choose
 from constmem.kernels.gpu_fold import fold
 from constmem.kernels.graphs import Checksum, Graphs
 from constmem.kernels.layers import attention, feed_forward
-from constmem.kernels.library import cache_folder
-from constmem.kernels.paths import CHECKSUM, CPU, GPU, PATHS, Path, traced
+from constmem.kernels.paths import CHECKSUM, CPU, GPU, PATHS, Path, cache_folder, library, traced
 from constmem.kernels.reference import (
     EMPTY,
     Absorbed,
@@ -155,7 +154,7 @@ def chunk(dtype: torch.dtype, device: torch.device) -> int | None:
         return None
     if device.type != "cpu":
         return gpu.CHUNK if gpu.usable(device) else None
-    return cpu.LONGEST if dtype == torch.float32 and library.library() is not None else None
+    return cpu.LONGEST if dtype == torch.float32 and library() is not None else None
 
 
 class _Seen(threading.local):
@@ -271,7 +270,7 @@ def reset() -> None:
     """Have all paths tried anew, as in a new process."""
     for path in PATHS:
         path.reset()
-    library.library.cache_clear()
+    library.cache_clear()
     gpu.forget()
 
 

@@ -22,8 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from constmem.kernels.library import NUMBER, POINTER, library
-from constmem.kernels.paths import coarse, log, traced
+from constmem.kernels.paths import NUMBER, POINTER, coarse, library, log, traced
 from constmem.kernels.reference import Slots, SlotsLse, contiguous
 
 LONGEST = 65_536  # points that running sums of float32 add up: of more, roundings of one kind would show

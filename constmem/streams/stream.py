@@ -208,8 +208,7 @@ class Stream:
 
     def _read(self, held: _Held) -> Any:
         """What predictions need of what is held: as remembered, if nothing has changed since."""
-        weights = self.model.reading_weights()
-        reading = self._reading
+        weights, reading = self.model.reading_weights(), self._reading
         if reading is None or reading.held is not held or not reading.weights.holds(weights):
             state = _whole(held)
             self.model._require_own(state)
@@ -221,20 +220,21 @@ class Stream:
     def _extended(self, held: _Held, given: tuple[Any, Any, Any], chunk: int) -> _Held:
         """What is held after more points."""
         x, y, mask = given
-        if isinstance(self.forget, Decay):
-            return _Held((self._decayed(held.parts[0], x, y, mask, chunk),))
         if self.forget is None:
             return _Held((self.model.update(held.parts[0], x, y, mask=mask, chunk=chunk),))
-        parts, filled = held
-        self.model._require_own(parts[0])  # the newest may be of no weights yet
-        for here, after in self.forget.pieces(held.filled, x.shape[1]):
-            xs, ys, masks = (t if t is None else t[:, here] for t in given)
-            newest: Any = self.model.update(parts[-1], xs, ys, mask=masks, chunk=chunk)  # type: ignore[arg-type]
-            parts, filled = (*parts[:-1], newest), after
-            if filled == 0:  # the bucket is full: open the next
-                parts = (*parts, _after(self.model, newest))
-            parts = parts[-self.forget.kept(filled) - 1 :]  # let go what is no longer needed
-        return _Held(parts, filled)
+        with self.model._look():
+            if isinstance(self.forget, Decay):
+                return _Held((self._decayed(held.parts[0], x, y, mask, chunk),))
+            parts, filled = held
+            self.model._require_own(parts[0])  # the newest may be of no weights yet
+            for here, after in self.forget.pieces(held.filled, x.shape[1]):
+                xs, ys, masks = (t if t is None else t[:, here] for t in given)
+                newest: Any = self.model.update(parts[-1], xs, ys, mask=masks, chunk=chunk)  # type: ignore[arg-type]
+                parts, filled = (*parts[:-1], newest), after
+                if filled == 0:  # the bucket is full: open the next
+                    parts = (*parts, _after(self.model, newest))
+                parts = parts[-self.forget.kept(filled) - 1 :]  # let go what is no longer needed
+            return _Held(parts, filled)
 
     def _decayed(self, state: Any, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> Any:
         assert isinstance(self.forget, Decay)

@@ -190,7 +190,7 @@ class Trace:
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Take what `tensors` gave in place of what is remembered."""
-        moments = Moments.of({name: tensors[name] for name in ("gram", "cross", "square", "count")})
+        moments = Moments.of_tensors({name: tensors[name] for name in ("gram", "cross", "square", "count")})
         if moments.width != self.moments.width:
             raise ValueError(f"holds moments of {moments.width} features, not {self.moments.width}")
         self.moments = moments

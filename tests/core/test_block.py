@@ -2,7 +2,7 @@
 
 from copy import deepcopy
 from math import erf
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -10,9 +10,11 @@ import torch
 from literal import Literal
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import prune
 
 from constmem import CMAB, CMANP, AttentionState, CMABStack
-from constmem.core.layers import MLP, CrossAttention, FeedForward, SelfAttention
+from constmem.core.layers import MLP, CrossAttention, FeedForward, SelfAttention, applied
 from constmem.core.observation import Observation
 from tests.conftest import Refuses
 
@@ -424,3 +426,37 @@ def test_with_gradients_nothing_is_remembered(n: int) -> None:
         assert float(parameter.grad.abs().max()) > 0, name
     with torch.no_grad():
         assert_observed(block.observe(tokens), state, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "way", ["plain", "hook", "pre-hook", "backward hook", "global hook", "pruned", "deleted"]
+)
+@pytest.mark.parametrize("kind", [nn.Linear, nn.LayerNorm])
+def test_a_layer_gives_what_its_call_gives_and_hooks_are_called(kind: type[nn.Module], way: str) -> None:
+    layer: Any = nn.Linear(8, 5) if kind is nn.Linear else nn.LayerNorm(8)
+    nn.init.normal_(layer.weight)
+    called: list[str] = []
+    handles = []
+    if way == "hook":
+        handles.append(layer.register_forward_hook(lambda *_: called.append(way)))
+    elif way == "pre-hook":
+        handles.append(layer.register_forward_pre_hook(lambda *_: called.append(way)))
+    elif way == "backward hook":
+        handles.append(layer.register_full_backward_hook(lambda *_: called.append(way)))
+    elif way == "global hook":
+        handles.append(register_module_forward_hook(lambda *_: called.append(way)))
+    elif way == "pruned":
+        prune.random_unstructured(layer, "weight", amount=3)
+    elif way == "deleted":
+        weight = layer.weight.detach() * 2
+        del layer.weight
+        layer.weight = weight
+    x = torch.randn(3, 8, requires_grad=True)
+    found = applied(layer, x)
+    found.sum().backward()
+    times = len(called)
+    expected = layer(x)
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(found, expected)
+    assert times == (1 if handles else 0)

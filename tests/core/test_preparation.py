@@ -312,6 +312,37 @@ def test_a_snapshot_sees_numbers_that_changed_places_or_signs_all_at_once(device
     assert not before.holds([kept, torch.zeros(8, device=device)])
 
 
+def test_a_snapshot_sees_a_tensor_that_became_shorter_where_it_lies(device: str) -> None:
+    weight = torch.randn(6, 4, device=device)
+    before = Snapshot([weight])
+    assert not before.holds([weight[:5]])
+    assert before.holds([weight])
+
+
+@torch.no_grad()
+def test_a_mask_that_changes_is_a_change_of_weights(device: str) -> None:
+    model, (x, y) = small(device), points(device)
+    pruned(model)
+    state = model.condition(x, y)
+    mask: Any = model.embed.layers[1].weight_mask
+    mask[mask.nonzero()[0, 0]] = 0.0
+    with pytest.raises(ValueError, match="other weights"):
+        model.query(state, x)
+    assert_close(model.condition(x, y), effective(model).condition(x.double().cpu(), y.double().cpu()))
+
+
+@torch.no_grad()
+def test_a_look_at_one_model_is_none_at_another(device: str) -> None:
+    one, other, (x, y) = small(device), small(device), points(device)
+    for _ in range(2):
+        with one._look():
+            other.stack.observation.prepared(other.embed)
+    one_weight(other)
+    with one._look():
+        found = other.stack.observe(torch.cat([x, y], -1), embed=other.embed)
+    assert_close(found, effective(other).condition(x.double().cpu(), y.double().cpu()))
+
+
 @torch.no_grad()
 def test_an_update_is_checked_against_the_very_state_it_extends() -> None:
     model, (x, y) = small(), points()

@@ -49,7 +49,7 @@ def test_both_parts_forget_alike(log_weight: float | Tensor) -> None:
     factor = torch.as_tensor(log_weight).double().exp().expand(2)
     found = seen(0, 4).decay(log_weight)
     assert_same(
-        found, slots.decay(log_weight), moments.mapped(lambda t: torch.einsum("b,b...->b...", factor, t))
+        found, slots.decay(log_weight), moments._mapped(lambda t: torch.einsum("b,b...->b...", factor, t))
     )
     weighted = AttentionState.observe(
         Q, K[:, :, :4], V[:, :, :4], log_weight=factor.log()[:, None].expand(2, 4)

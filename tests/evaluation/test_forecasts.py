@@ -144,7 +144,11 @@ def test_a_kind_that_was_never_seen_is_unknown_and_reported(trained: Path, tmp_p
     code, _, warned = run(trained / "run", new, "--out", tmp_path / "next.csv")
     assert code == 0
     assert "1 events are of kinds that the run has not seen" in warned
-    assert read(tmp_path / "next.csv")[0]["page"] in KINDS
+    for mark in ("", *KINDS):  # as unknown as an empty one, and none of those that it knows
+        other = write(tmp_path / "other.csv", [*visits(1), ["c0", mark, "2024-03-09T00:00:00+00:00"]])
+        said = run(trained / "run", other, "--out", tmp_path / "same.csv", "--replace")[2]
+        assert "warning" not in said
+        assert (read(tmp_path / "next.csv") == read(tmp_path / "same.csv")) == (mark == "")
 
 
 def test_errors_are_one_clear_line_and_leave_no_file(

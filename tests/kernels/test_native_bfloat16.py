@@ -14,7 +14,7 @@ from constmem.core.algebra import EMPTY
 from constmem.core.layers import MLP
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
-from constmem.kernels import cpu, library
+from constmem.kernels import cpu, paths
 
 _found = cpu.library()
 pytestmark = pytest.mark.skipif(_found is None, reason="there is no C++ compiler")
@@ -210,7 +210,7 @@ def test_a_cpu_without_such_products_computes_in_float32_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     flags = ("-mno-avx512bf16",) if HAS else ()
-    older = library.load(library.built((*library.FLAGS, *flags)))
+    older = paths.load(paths.built((*paths.FLAGS, *flags)))
     assert not older.has_bfloat16()
     monkeypatch.setattr(cpu, "library", lambda: older)
     cpu._say_exact.cache_clear()

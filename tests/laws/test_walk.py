@@ -1,4 +1,4 @@
-"""A reader follows conditioning through eight files, and a query through ten."""
+"""The way of a call: through few files, and with one look at the weights."""
 
 import sys
 from collections.abc import Callable
@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import constmem
-from constmem import CMANP
-from constmem.kernels.library import library
+from constmem import CMANP, CMHP, Decay, Stream, Window
+from constmem.kernels import Snapshot
+from constmem.kernels.paths import library
 
 PACKAGE = Path(constmem.__file__).parent
 
@@ -46,3 +47,37 @@ def test_conditioning_passes_eight_files_at_most_and_a_query_ten() -> None:
     assert "neural_processes/base.py" in conditioned & asked  # files are seen at all
     assert len(conditioned) <= 8, sorted(conditioned)
     assert len(asked) <= 10, sorted(asked)
+
+
+@torch.no_grad()
+def test_every_call_looks_at_the_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: dict[str, int] = {"dim": 16, "depth": 1, "num_slots": 4, "num_latents": 4, "num_heads": 2}
+    model, process = CMANP(dim_x=1, dim_y=1, **sizes).eval(), CMHP(num_marks=3, **sizes).eval()  # type: ignore[arg-type]
+    x, y, one = torch.rand(1, 9, 1), torch.rand(1, 9, 1), torch.rand(1, 1, 1)
+    times, marks = torch.arange(1.0, 4.0)[None], torch.ones(1, 3, dtype=torch.int64)
+    state, events = model.condition(x, y), process.update(process.empty(torch.zeros(1)), times, marks)
+    streams = [Stream(model, forget=forget) for forget in (None, Window(points=5, buckets=5), Decay(3.0))]
+    for stream in streams:
+        stream.observe(x, y)
+    calls: dict[str, Callable[[], object]] = {
+        "condition": lambda: model.condition(x, y),
+        "observe": lambda: model.observe(x, y),
+        "update": lambda: model.update(state, one, one),
+        "update with several": lambda: model.update(state, x, y),
+        "update of nothing": lambda: model.update(model.empty(), one, one),
+        "query": lambda: model.query(state, x),
+        "predict": lambda: streams[0].predict(x),
+        "update with an event": lambda: process.update(events, torch.tensor([5.0]), torch.tensor([1])),
+        "query of events": lambda: process.query(events),
+    }
+    calls |= {f"{stream.forget}": lambda stream=stream: stream.observe(x, y) for stream in streams}  # type: ignore[misc]
+    looks: list[Snapshot] = []
+    holds = Snapshot.holds
+    monkeypatch.setattr(Snapshot, "holds", lambda self, tensors: looks.append(self) or holds(self, tensors))
+    found = {}
+    for name, call in calls.items():
+        call()
+        looks.clear()
+        call()
+        found[name] = len(looks)
+    assert found == dict.fromkeys(calls, 1)

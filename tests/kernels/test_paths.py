@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from constmem.kernels import library, paths
+from constmem.kernels import paths
 
-pytestmark = pytest.mark.skipif(library.library() is None, reason="there is no C++ compiler")
-SOURCE = 'extern "C" {' + "".join(f" long {name}() {{ return 7; }}" for name in library._SIGNATURES) + " }\n"
+pytestmark = pytest.mark.skipif(paths.library() is None, reason="there is no C++ compiler")
+SOURCE = 'extern "C" {' + "".join(f" long {name}() {{ return 7; }}" for name in paths._SIGNATURES) + " }\n"
 FLAGS = "-shared", "-fPIC"
 has_owners = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="there are no owners here")
 
@@ -25,7 +25,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "small").mkdir()
     source = tmp_path / "small" / "native.cpp"
     source.write_text(SOURCE)
-    monkeypatch.setattr(library, "SOURCE", source)
+    monkeypatch.setattr(paths, "SOURCE", source)
     monkeypatch.delenv("CONSTMEM_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
@@ -40,23 +40,23 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[str], int]:
 
 
 def test_a_build_is_kept_and_nothing_else(cache: Path, said: Callable[[str], int]) -> None:
-    made = library.built(FLAGS)
-    assert library.built(FLAGS) == made
+    made = paths.built(FLAGS)
+    assert paths.built(FLAGS) == made
     assert said("compiling machine code") == 1
     assert [made] == list(cache.iterdir())
     assert re.fullmatch(r"native-[0-9a-f]{16}-[0-9a-f]{16}\.so", made.name)
     assert made.stat().st_mode & 0o077 == cache.stat().st_mode & 0o077 == 0
-    assert library.load(made).has_bfloat16() == 7
+    assert paths.load(made).has_bfloat16() == 7
 
 
 def test_a_compiler_may_come_with_options(
     cache: Path, said: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, compiler = library.built(FLAGS), library._compiler()[0]
+    plain, compiler = paths.built(FLAGS), paths._compiler()[0]
     monkeypatch.setenv("CXX", f"{compiler} -O1 '-DNAME=a b'")
-    other = library.built(FLAGS)
+    other = paths.built(FLAGS)
     assert other.name[:23] != plain.name[:23]  # other options, another build
-    assert library.load(other).has_bfloat16() == 7
+    assert paths.load(other).has_bfloat16() == 7
     assert said("compiling machine code") == 2
     assert len(list(cache.iterdir())) == 2
 
@@ -67,7 +67,7 @@ def test_a_compiler_may_come_with_options(
 def test_a_damaged_or_planted_build_is_never_loaded_but_made_anew(
     damage: str, cache: Path, said: Callable[[str], int], tmp_path: Path
 ) -> None:
-    made = library.built(FLAGS)
+    made = paths.built(FLAGS)
     content = bytearray(made.read_bytes())
     if damage == "writable by others":
         made.chmod(0o722)
@@ -78,11 +78,11 @@ def test_a_damaged_or_planted_build_is_never_loaded_but_made_anew(
     else:
         content[len(content) // 2] ^= 1
         made.write_bytes({"cut short": content[:-100], "one byte": content, "empty": b""}[damage])
-    again = library.built(FLAGS)
+    again = paths.built(FLAGS)
     assert said("compiling machine code") == 2
-    assert library._whole(again)
-    assert library.load(again).has_bfloat16() == 7
-    assert all(library._whole(path) for path in cache.iterdir())
+    assert paths._whole(again)
+    assert paths.load(again).has_bfloat16() == 7
+    assert all(paths._whole(path) for path in cache.iterdir())
 
 
 @has_owners
@@ -96,7 +96,7 @@ def test_a_cache_that_is_not_ones_own_is_refused_with_one_line(
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     else:
-        planted = library.built(FLAGS)
+        planted = paths.built(FLAGS)
         if whose == "open to others":
             cache.chmod(0o777)
         else:
@@ -104,14 +104,14 @@ def test_a_cache_that_is_not_ones_own_is_refused_with_one_line(
             monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     if whose == "another user's":
         with monkeypatch.context() as context:
-            context.setattr(library, "_whole", lambda _: True)
-            made = library.built(FLAGS)
+            context.setattr(paths, "_whole", lambda _: True)
+            made = paths.built(FLAGS)
     else:
-        made = library.built(FLAGS)
+        made = paths.built(FLAGS)
     assert said("compiled for this process alone") == 1
     assert made.parent != cache
     assert made.parent.stat().st_mode & 0o077 == 0
-    assert library.load(made).has_bfloat16() == 7
+    assert paths.load(made).has_bfloat16() == 7
     if whose == "open to others":
         assert made != planted
 
@@ -130,15 +130,15 @@ def asked_anew(monkeypatch: pytest.MonkeyPatch) -> object:
     """What a process finds that has not asked yet."""
     with monkeypatch.context() as context:
         context.setattr(paths, "CPU", paths.Path(paths.CPU.name))
-        return library.library.__wrapped__()
+        return paths.library.__wrapped__()
 
 
 def test_a_library_without_a_function_is_not_used(
     cache: Path, said: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library.SOURCE.write_text('extern "C" long observe() { return 0; }')
+    paths.SOURCE.write_text('extern "C" long observe() { return 0; }')
     with pytest.raises(AttributeError, match="observe_one"):
-        library.load(library.built(FLAGS))
+        paths.load(paths.built(FLAGS))
     assert asked_anew(monkeypatch) is None
     assert said("PyTorch's operators serve") == 1
     assert len(list(cache.iterdir())) == 2
@@ -167,15 +167,15 @@ def test_old_builds_and_what_killed_processes_left_are_deleted(tmp_path: Path) -
     aged(tmp_path / "building-dead", 5)
     (tmp_path / "other").write_text("")
     aged(tmp_path / "other", 100)
-    library._clean(tmp_path, "none", builds[0])
+    paths._clean(tmp_path, "none", builds[0])
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {*(path.name for path in builds[: library.BUILDS]), "building-alive", "other"}
-    for path in builds[: library.BUILDS]:
+    assert left == {*(path.name for path in builds[: paths.BUILDS]), "building-alive", "other"}
+    for path in builds[: paths.BUILDS]:
         os.utime(path)
     for i in range(4):
         (tmp_path / f"native-new{i}-0.so").write_bytes(b"")
-    library._clean(tmp_path, "none", builds[0])
-    assert len(list(tmp_path.glob("native-*.so"))) == library.BUILDS + 4  # all may be about to be opened
+    paths._clean(tmp_path, "none", builds[0])
+    assert len(list(tmp_path.glob("native-*.so"))) == paths.BUILDS + 4  # all may be about to be opened
 
 
 LIMITED = """
