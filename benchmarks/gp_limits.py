@@ -91,6 +91,23 @@ def measured(kernel: Kernel, batches: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def summary(rows: list[dict[str, Any]]) -> str:
+    """What the rows say, for the documents."""
+    below = {(r["test"], r["prior"], r["prediction"]): f"{r['below_exact']:.3f}" for r in rows}
+    rbf, both = (
+        [below[test, prior, "mixture"] for test in ("rbf", "matern")] for prior in ("rbf", "rbf and matern")
+    )
+    normal = [below[test, "rbf and matern", "one normal"] for test in ("rbf", "matern")]
+    return (
+        "The exact posterior knows the kernel, length and scale of every function, which no model does. "
+        "Averaging exact posteriors by their evidence, the best that a prior allows, is "
+        f"{rbf[0]} below it on RBF functions and {rbf[1]} on Matern ones for whoever expects RBF functions "
+        f"alone, as the protocol trains; {both[0]} and {both[1]} where a quarter of these are Matern; "
+        f"{normal[0]} and {normal[1]} if, then, the prediction has to be one normal "
+        f"(`python benchmarks/gp_limits.py`, {rows[0]['batches']} batches)."
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="The best predictions by a prior over functions.")
     parser.add_argument("--batches", type=int, default=BATCHES)

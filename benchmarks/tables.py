@@ -8,14 +8,15 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from math import isnan, nan
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any
 
 import attack
 import event_tables
+import gp_joint
+import gp_limits
 import gpu_tables
+import learner_tables
 
 from constmem.core.files import write_text
 from constmem.core.registry import title_of as model_name
@@ -138,7 +139,8 @@ def reproduction() -> str:
         "as fast as the literal algorithm run eagerly.",
     )
     others = [trained(name) for name in ("celeba32", "celeba32-longer", "celeba64", "celeba128", "gp")]
-    return "\n\n".join([trained("emnist"), *more, *filter(None, others)])
+    functions = gp_limits.summary(rows("gp_limits")), gp_joint.summary(rows("gp_joint"))
+    return "\n\n".join([trained("emnist"), *more, *filter(None, others), *functions])
 
 
 def compared() -> str:
@@ -247,64 +249,6 @@ def _rates(found: list[dict[str, Any]]) -> list[float]:
     return sorted({r["lr"] for r in found})
 
 
-DROPOUT = {  # NLL of MC-dropout on the same splits, as published (Mukhoti, Stenetorp and Gal 2018)
-    "boston": 2.40, "concrete": 2.93, "energy": 1.21, "kin8nm": -1.14, "naval": -4.45, "power": 2.80,
-    "protein": 2.87, "wine": 0.93, "yacht": 1.25,
-}  # fmt: skip
-OTHERS = "random forest", "boosted trees", "ridge", "Fourier moments", "Gaussian process"
-
-
-def uci() -> str:
-    """The learner beside others on nine tables, means over splits; a dash where one was not run."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in rows("tables_uci"):
-        found.setdefault((row["table"], row["method"]), []).append(row)
-
-    def mean(table: str, method: str, key: str) -> float:
-        numbers = [row[key] for row in found.get((table, method), ())]
-        return sum(numbers) / len(numbers) if numbers else nan
-
-    others = [method for method in OTHERS if any(method == run for _, run in found)]
-
-    heads = (
-        "table",
-        "RMSE",
-        *others,
-        "over the forest's",
-        "NLL",
-        "MC-dropout's",
-        "in 50 %",
-        "in 90 %",
-        "splits",
-    )
-    lines, ratios = [list(heads), ["---"] * len(heads)], {}
-    for table, published in DROPOUT.items():
-        rmse = [mean(table, method, "rmse") for method in ("closed form", *others)]
-        ratios[table] = rmse[0] / rmse[1]
-        inside = [f"{100 * mean(table, 'closed form', key):.0f} %" for key in ("cover50", "cover90")]
-        lines.append([
-            table, *("-" if isnan(number) else f"{number:.3g}" for number in rmse), f"{ratios[table]:.2f}",
-            f"{mean(table, 'closed form', 'nll'):.2f}", f"{published:.2f}", *inside,
-            str(len(found[table, "closed form"])),
-        ])  # fmt: skip
-    every = geometric_mean(ratios.values())
-    most = geometric_mean([ratio for table, ratio in ratios.items() if table != "naval"])
-    closing = f"Geometric mean of the RMSE over the forest's: {every:.2f}; without naval {most:.2f}."
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{closing}"
-
-
-def streams() -> str:
-    """Prequential accuracy on river's streams, ours beside river's own learners."""
-    scores: dict[str, dict[str, float]] = {}
-    for row in rows("streams"):
-        if "accuracy" in row:
-            scores.setdefault(row["part"], {})[row["model"]] = row["accuracy"]
-    models = list(dict.fromkeys(model for found in scores.values() for model in found))
-    lines = [["stream", *models], ["---"] * (len(models) + 1)]
-    lines += [[part, *(f"{found[model]:.3f}" for model in models)] for part, found in scores.items()]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def place(path: Path, name: str, table: str) -> str:
     """The text of a file with a table between its two marks; they must be there."""
     before, mark, rest = path.read_text().partition(f"<!-- {name} -->")
@@ -319,8 +263,8 @@ def documents() -> Iterator[tuple[Path, str, str]]:
     docs = ROOT / "docs"
     yield ROOT / "README.md", "measured", claims()
     yield docs / "performance.md", "measured", measured()
-    yield docs / "tables.md", "uci", uci()
-    yield docs / "tables.md", "streams", streams()
+    for name, written in learner_tables.TABLES.items():
+        yield docs / "tables.md", name, written()
     yield docs / "reproduction.md", "reproduction", reproduction()
     yield docs / "reproduction.md", "compared", compared()
     yield docs / "reproduction.md", "events", event_tables.summary()

@@ -191,29 +191,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Nine UCI tables on their published splits.")
     parser.add_argument("--splits", type=int, default=20, help="how many of each table; all if not given")
     parser.add_argument("--sets", nargs="+", default=sorted(DROPOUT), choices=sorted(DROPOUT))
+    parser.add_argument("--methods", nargs="+", default=[*METHODS], choices=[*METHODS], metavar="METHOD")
     parser.add_argument("--summary", action="store_true", help="print the table of what was written")
     given = parser.parse_args()
     path = RESULTS / "tables_uci.json"
     if not given.summary:
-        measure(given.sets, given.splits)
+        measure(given.sets, given.splits, given.methods)
     print(summary(json.loads(path.read_text())["rows"]))
 
 
-def measure(sets: list[str], splits: int) -> None:
-    """Measure every method on every split, and write the rows after each."""
+def measure(sets: list[str], splits: int, methods: list[str]) -> None:
+    """Measure methods on splits, and write the rows after each split; rows of the same are replaced."""
     tables = np.load(Path(os.environ["CONSTMEM_DATA"]) / "tables_uci.npz", allow_pickle=False)
     about = provenance(0, "nine UCI regression tables with their published splits (tables_uci.npz)")
     about["versions"] |= {"scikit-learn": sklearn.__version__, "numpy": np.__version__}
-    rows: list[Row] = []
+    path = RESULTS / "tables_uci.json"
+    rows: list[Row] = json.loads(path.read_text())["rows"] if path.exists() else []
     for number in range(splits):
         for name in sets:
             if number >= len(tables[f"{name}/test"]):
                 continue
             data = split(tables, name, number)
-            for method, run in METHODS.items():
-                found = run(data, number)
+            for method in methods:
+                found = METHODS[method](data, number)
                 if found is not None:
-                    rows.append({"table": name, "split": number, "method": method, **found})
+                    key = {"table": name, "split": number, "method": method}
+                    rows = [row for row in rows if {**row, **key} != row]
+                    rows.append({**key, **found, "commit": about["commit"]})
                     print(f"{name} {number} {method} {found['rmse']:.4g}", flush=True)
             save("tables_uci", rows, **about)
 

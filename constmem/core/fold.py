@@ -21,34 +21,26 @@ from constmem.core.state import AttentionState
 from constmem.kernels import Chunk, accumulate, joined
 
 __all__ = [
-    "Chunk", "ConditioningError", "cleared", "filled", "fold", "fused_fold", "joined", "nothing", "numbered",
+    "Chunk", "ConditioningError", "filled", "fold", "fused_fold", "joined", "nothing", "numbered",
     "slices", "streamed",
 ]  # fmt: skip
 AnyMonoid = TypeVar("AnyMonoid", bound=Monoid)
 
 
-def cleared(x: Tensor, y: Tensor, mask: Tensor | None) -> Chunk:
-    """Put zeros where the mask leaves points out, so that whatever stood there cannot leak."""
-    if mask is None:
-        return x, y, None
-    keep = mask[..., None]
-    return torch.where(keep, x, 0.0), torch.where(keep, y, 0.0), mask
-
-
 def slices(x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> Iterator[Chunk]:
-    """Cut points into chunks (one of nothing, where there are none), each cleared."""
+    """Cut points into chunks (one of nothing, where there are none)."""
     if x.shape[1] <= chunk:
-        yield cleared(x, y, mask)
+        yield x, y, mask
         return
     for i in range(0, x.shape[1], chunk):
         here = slice(i, i + chunk)
-        yield cleared(x[:, here], y[:, here], None if mask is None else mask[:, here])
+        yield x[:, here], y[:, here], None if mask is None else mask[:, here]
 
 
 def numbered(
     chunks: Iterable[tuple[Tensor, ...]], check: Callable[[Tensor, Tensor, Tensor | None], None]
 ) -> Iterator[Chunk]:
-    """The user's own chunks as they come, each checked and cleared; errors say which one is meant."""
+    """The user's own chunks as they come, each checked; errors say which one is meant."""
     for number, chunk in enumerate(chunks):
         if not isinstance(chunk, tuple | list) or len(chunk) not in (2, 3):
             raise TypeError(f"chunk {number} is not a pair (x, y) or triple (x, y, mask) of tensors")
@@ -57,7 +49,7 @@ def numbered(
             check(x, y, mask)
         except (TypeError, ValueError) as error:
             raise type(error)(f"chunk {number}: {error}") from error
-        yield cleared(x, y, mask)
+        yield x, y, mask
 
 
 def filled(parts: Iterator[tuple[Tensor, ...]], m: int) -> tuple[Tensor, ...]:

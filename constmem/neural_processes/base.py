@@ -18,7 +18,7 @@ from typing_extensions import TypeVar
 
 from constmem.core import checks
 from constmem.core.algebra import EMPTY
-from constmem.core.fold import Chunk, cleared, filled, nothing, numbered, slices, streamed
+from constmem.core.fold import Chunk, filled, nothing, numbered, slices, streamed
 from constmem.core.monoid import NOTHING
 from constmem.neural_processes.heads import SampleMixture, normal
 from constmem.neural_processes.points import PointModel, S, batch_of, mean_of_real
@@ -106,7 +106,7 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
             checks.per_point("log_weight", log_weight, x)
             checks.finite("log_weight", log_weight.clamp_min(EMPTY)[..., None], mask)
         with self._look():
-            state: S = self._signed(self._observe(*self._scaled(cleared(x, y, mask)), log_weight))
+            state: S = self._signed(self._observe(*self._scaled((x, y, mask)), log_weight))
         return state
 
     def condition(
@@ -239,10 +239,10 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
             here = f"the context is a batch of {xc.shape[0]}, the targets one of {xt.shape[0]}"
             raise ValueError(f"{here}: they must be the same")
         self.afford(xc.shape[0], xc.shape[1], xt.shape[1])
-        context, targets = cleared(xc, yc, mask_c), cleared(xt, yt, mask_t)
+        context, targets = self._scaled((xc, yc, mask_c)), self._scaled((xt, yt, mask_t))
         if noise is None:
             noise = self.loss_noise(xc, generator=generator)
-        return self._loss(self._scaled(context), self._scaled(targets), noise)
+        return self._loss(context, targets, noise)
 
     # Inside
 
@@ -256,7 +256,7 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
     def _seen(self, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> S:
         """The state of checked points, `chunk` of them at a time."""
         if x.shape[1] <= chunk:
-            return self._merged([self._scaled((x, y, None) if mask is None else cleared(x, y, mask))])
+            return self._merged([self._scaled((x, y, mask))])
         return self._condition(map(self._scaled, slices(x, y, mask, chunk)))
 
     def _part(self, chunk: Chunk) -> S:

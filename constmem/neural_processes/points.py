@@ -12,7 +12,7 @@ from typing_extensions import TypeVar
 
 from constmem.core import checks, memory
 from constmem.core.algebra import accumulator
-from constmem.core.fold import Chunk, cleared
+from constmem.core.fold import Chunk
 from constmem.core.model import Model
 from constmem.core.monoid import Monoid
 from constmem.core.state import AttentionState
@@ -48,10 +48,6 @@ class Scales(nn.Module):
     Inside, x' = (x - x_mean) / x_std and y' = (y - y_mean) / y_std. A predicted N(m, s) of y' is
     N(y_mean + y_std m, y_std s) of y, and log p(y) = log p(y') - sum log y_std. Kept in float64,
     whatever the precision of the model: a time stamp has more digits than float32 holds.
-
-    Args:
-        x_mean, x_std: of each input channel.
-        y_mean, y_std: of each output channel.
 
     Example:
         >>> x, y = torch.rand(100, 2) * 40 + 1000, torch.rand(100, 1)
@@ -210,9 +206,13 @@ class PointModel(Model, Generic[S]):
         super()._load(tensors)
 
     def _scaled(self, chunk: Chunk) -> Chunk:
-        """Points in the model's own units."""
+        """Points in the model's own units, with zeros where the mask leaves them out: nothing there leaks."""
         scales = self._modules["scales"]
-        return chunk if scales is None else cleared(*scales(chunk))
+        x, y, mask = chunk if scales is None else scales(chunk)
+        if mask is None:
+            return x, y, None
+        keep = mask[..., None]
+        return torch.where(keep, x, 0.0), torch.where(keep, y, 0.0), mask
 
     def _check(
         self, x: Tensor, y: Tensor, mask: Tensor | None, *, values: bool = True, chunk: int = 4096

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf, isfinite, log
+from math import inf, isfinite
 
 import torch
 from jaxtyping import Float
@@ -18,7 +18,9 @@ LARGEST = 23.0  # logarithm of the largest relative precision, and of the invers
 ROUNDING = 1e-15  # of the Gram matrix's trace: added to every precision, since sums are rounded
 STEPS = 24  # of Newton's method, at most
 REACH = 4.0, 8.0  # how far a precision's logarithm moves in the first step, and in any, at most
-EXPECTED = log(0.3), 1.0, 4.0  # of a group's noise to signal ratio, a prior: Student's t of its logarithm
+RATIO = 0.3  # noise to signal that is expected of a group
+RATIOS = {"products": 30.0}  # and of some: few rows say nothing of products where both columns are large
+SPREAD = 1.0, 4.0  # width and degrees of freedom of the prior of a ratio's logarithm, Student's t
 START = 0.01  # noise to signal ratio that a search begins with
 CLOSE = 1e-2  # nats a target: a step that promises less is not made
 
@@ -190,8 +192,9 @@ class _Fit:
         self.noise, self.freedom = scale / shape, 2 * shape
         sizes = torch.tensor([s.stop - s.start for s in slices], dtype=torch.float64)
         volume = self.factor.diagonal().log().sum() - (sizes * log).sum() / 2
-        usual, width, tails = EXPECTED
-        off = (log - _strengths(moments, groups).log() - usual) / width
+        (width, tails), strengths = SPREAD, _strengths(moments, groups)
+        expected = strengths * strengths.new_tensor([RATIOS.get(name, RATIO) for name in groups])
+        off = (log - expected.log()) / width
         near = tails + off.square()
         prior = -(tails + 1) / 2 * near.log().sum()
         self.log_evidence = float(prior - (shape * scale.log()).sum() - targets * volume)

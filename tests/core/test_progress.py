@@ -6,7 +6,7 @@ import time
 import pytest
 from rich.console import Console
 
-from constmem.training import log
+from constmem.core import progress
 
 
 class Clock:
@@ -38,7 +38,7 @@ def test_a_bar_on_a_terminal_tells_the_rate_and_the_words_in_one_line(
 ) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=width, color_system=None)
-    with log._bar("emnist/cmanp", 1200, console) as report:
+    with progress._bar("emnist/cmanp", 1200, console) as report:
         for done, seconds in reports:
             clock.now = 100.0 + seconds
             report(done, "loss -1.234")
@@ -53,7 +53,7 @@ def test_a_bar_on_a_terminal_tells_the_rate_and_the_words_in_one_line(
 def test_work_that_tells_its_extent_as_it_goes_is_shown_too(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with log.counted("decoding") as count:
+    with progress.counted("decoding") as count:
         for done in (256, 512, 600):
             count(done, 600)
             clock.now += 20.0
@@ -61,6 +61,6 @@ def test_work_that_tells_its_extent_as_it_goes_is_shown_too(
         "decoding 512/600 (12.8/s, 7 s left)",
         "decoding 600/600 (8.6/s)",
     ]
-    with log.counted("nothing to do"):
+    with progress.counted("nothing to do"):
         pass
     assert capsys.readouterr().err == ""

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from constmem.core.moments import Moments
 from constmem.tabular.answers import TAILS, Answer, probabilities
-from constmem.tabular.evidence import EXPECTED, PRIOR, Posterior, _Fit, at, posterior
+from constmem.tabular.evidence import PRIOR, RATIO, RATIOS, SPREAD, Posterior, _Fit, at, posterior
 
-GROUPS = {"constant": slice(0, 1), "few": slice(1, 4), "many": slice(4, 12)}
+GROUPS = {"constant": slice(0, 1), "few": slice(1, 4), "products": slice(4, 12)}
 seeds = st.integers(0, 2**31)
 
 
 def data(n: int, *, seed: int = 0, k: int = 1, noise: float = 0.3) -> tuple[Tensor, Tensor]:
-    """Targets that depend on the constant and on `few`, not on `many`."""
+    """Targets that depend on the constant and on `few`, not on `products`."""
     random = torch.Generator().manual_seed(seed)
     phi = torch.randn(n, 12, generator=random, dtype=torch.float64)
     phi[:, 0] = 1.0
@@ -42,9 +42,9 @@ def test_evidence_is_the_marginal_likelihood_of_the_targets(seed: int, n: int, k
     log = torch.randn(3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     fit = _Fit(Moments.observe(phi, y), GROUPS, log)
     inner = covariance(phi.numpy(), dict(zip(GROUPS, log.exp().tolist(), strict=True)))
-    usual, width, tails = EXPECTED
+    width, tails = SPREAD
     strengths = np.array([(phi.numpy()[:, group] ** 2).sum(1).mean() for group in GROUPS.values()])
-    prior = stats.t(tails, np.log(strengths) + usual, width)
+    prior = stats.t(tails, np.log(strengths * [RATIOS.get(name, RATIO) for name in GROUPS]), width)
     wanted = prior.logpdf(log.numpy()).sum() + 3 * (np.log(width) - stats.t.logpdf(0, tails))
     wanted -= 3 * (tails + 1) / 2 * np.log(tails)  # constants that the fit leaves out
     for target in y.numpy().T:
@@ -82,7 +82,7 @@ def test_found_precisions_are_a_maximum(seed: int) -> None:
 
 def test_groups_that_do_nothing_are_shrunk_away() -> None:
     found = posterior(Moments.observe(*data(500)), GROUPS)
-    assert found.precisions["many"] > 100 * found.precisions["few"]
+    assert found.precisions["products"] > 100 * found.precisions["few"]
     assert float(found.weights[4:].abs().max()) < 0.05
     assert float(found.noise.sqrt()) == pytest.approx(0.3, rel=0.1)
 
@@ -207,3 +207,10 @@ def test_probabilities_are_ordered_as_means_and_doubt_what_varies(seed: int, k: 
     torch.testing.assert_close(sure.sum(1), torch.ones(7, dtype=torch.float64))
     assert torch.equal(sure.argsort(1), mean.argsort(1))
     assert bool((sure.max(1).values >= unsure.max(1).values).all())
+
+
+def test_few_rows_do_not_make_products_bold() -> None:
+    moments = Moments.observe(*data(8, noise=1.0))
+    renamed = {name.replace("products", "others"): group for name, group in GROUPS.items()}
+    bold = posterior(moments, renamed).precisions["others"]
+    assert posterior(moments, GROUPS).precisions["products"] > 5 * bold
