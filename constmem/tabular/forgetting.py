@@ -232,6 +232,8 @@ class Memory:
         """Take what `tensors` gave in place of all that is remembered."""
         for name, blank in self.tensors().items():
             found = tensors[name]
+            if name == "scores" and len(found) != len(blank):
+                raise ValueError(f"holds {len(found)} scores of {len(blank)} horizons")
             if found.ndim != blank.ndim or found.shape[1:] != blank.shape[1:] or found.dtype != blank.dtype:
                 raise ValueError(f"holds a {name} that does not fit: {tuple(found.shape)} {found.dtype}")
         for i, trace in enumerate(self.traces):
