@@ -6,8 +6,8 @@ What is tried, and what must hold, is in tests/attack; benchmarks/tables.py puts
 docs/reliability.md.
 """
 
+import argparse
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -82,16 +82,23 @@ def totals(rows: list[dict[str, Any]]) -> tuple[int, int]:
 
 
 def main() -> None:
-    about = provenance(0, "made at random")
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "rows.json"
-        words = [sys.executable, "-m", "tests.attack", "--long", "--out", str(out)]
-        done = subprocess.run(words, cwd=ROOT, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)})
-        content = json.loads(out.read_text())
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    save("attack", content["rows"], **about, seconds=content["seconds"],
-         cpu_seconds=round(used.ru_utime + used.ru_stime))  # fmt: skip
-    sys.exit(done.returncode)
+    parser = argparse.ArgumentParser(description="The attack's long form.")
+    parser.add_argument("--workers", type=int, default=2, help="processes at once; 2 if not given")
+    workers = parser.parse_args().workers
+    sys.path.insert(0, str(ROOT))
+    from tests.attack.campaign import GROUPS
+
+    about, rows, failed = provenance(0, "made at random"), [], 0
+    for group in GROUPS:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "rows.json"
+            words = [sys.executable, "-m", "tests.attack", "--long", "--group", group, "--out", str(out)]
+            done = subprocess.run([*words, "--workers", str(workers)], cwd=ROOT, check=False)
+            rows += json.loads(out.read_text())["rows"]
+        failed += done.returncode
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        save("attack", rows, **about, cpu_seconds=round(used.ru_utime + used.ru_stime))
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

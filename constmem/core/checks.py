@@ -127,6 +127,7 @@ def tensors(**given: object) -> None:
 def as_tensor(name: str, given: Any, device: torch.device) -> Tensor:
     """Numbers as a tensor: one as it is, arrays, lists and columns of frames in their own precision."""
     if isinstance(given, Tensor):
+        dense(name, given)
         return given
     try:
         return torch.tensor(np.asarray(given), device=device)
@@ -135,6 +136,14 @@ def as_tensor(name: str, given: Any, device: torch.device) -> Tensor:
             f"{name} must be numbers, in a tensor, an array or lists, not {type(given).__name__} ({error}): "
             "turn words and dates into numbers first"
         ) from error
+
+
+def one_each(name: str, given: Any, batch: int, device: torch.device) -> Float[Tensor, " b"]:
+    """One number for each stream, from as many or from a single one."""
+    tensor = as_tensor(name, given, device)
+    if tensor.ndim > 1 or tensor.numel() not in (1, batch):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but one number is needed, or {batch}")
+    return tensor.reshape(-1).expand(batch)
 
 
 def points(name: str, tensor: Tensor, dim: int, like: Tensor | None = None, *, device: torch.device) -> None:
@@ -259,7 +268,7 @@ def device(name: str | torch.device) -> torch.device:
     try:
         where = torch.device(name)
         torch.empty(0, device=where)
-    except (RuntimeError, AssertionError) as error:  # the latter where PyTorch was built without CUDA
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # the second without CUDA
         why = str(error).splitlines()[0]
         raise ValueError(
             f"there is no device {str(name)!r} here ({why}): take another, such as cpu"

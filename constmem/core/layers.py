@@ -99,6 +99,13 @@ class MLP(nn.Module):
         return found
 
 
+def affine(layer: nn.Module) -> tuple[Float[Tensor, "o i"], Tensor]:
+    """The weight and bias of a linear layer; of one that quantization has replaced, what they stand for."""
+    weight: Any = layer.weight
+    bias: Any = layer.bias
+    return (weight().dequantize(), bias()) if callable(weight) else (weight, bias)
+
+
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 _RENEW = BasePruningMethod, WeightNorm, SpectralNorm
 

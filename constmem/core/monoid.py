@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from math import ceil, log
+from numbers import Real
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -134,8 +135,9 @@ class Decay:
     half_life: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.half_life < float("inf"):
-            raise ValueError(f"half_life must be a positive number of points, not {self.half_life}")
+        number = isinstance(self.half_life, Real) and not isinstance(self.half_life, bool)
+        if not number or not 0 < self.half_life < float("inf"):
+            raise ValueError(f"half_life must be a positive number of points, not {self.half_life!r}")
 
     @property
     def rate(self) -> float:

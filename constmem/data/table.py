@@ -15,7 +15,7 @@ from jaxtyping import Float64, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
-from constmem.core.checks import known
+from constmem.core.checks import dense, known
 from constmem.core.files import read_tensors, write_tensors
 from constmem.data.row_files import opened
 
@@ -72,8 +72,11 @@ class Table:
         sides = _side("x", x), _side("y", y)
         numbered, order = None, {}
         if groups is not None:
-            labels = groups.tolist() if hasattr(groups, "tolist") else list(groups)
-            order = {label: i for i, label in enumerate(sorted(set(labels)))}
+            try:
+                labels = groups.tolist() if hasattr(groups, "tolist") else list(groups)
+                order = {label: i for i, label in enumerate(sorted(set(labels)))}
+            except (TypeError, RuntimeError) as error:
+                raise TypeError(f"groups must be one number or text for each row ({error})") from error
             numbered = torch.tensor([order[label] for label in labels], dtype=torch.int64)
         lengths = {"x": len(sides[0]), "y": len(sides[1])}
         lengths |= {} if numbered is None else {"groups": len(numbered)}
@@ -197,6 +200,7 @@ class Table:
 def _side(side: str, numbers: Any) -> Float64[Tensor, "n c"]:
     """Numbers of any array, frame or list as (rows, columns), every one of them finite and not too large."""
     if isinstance(numbers, Tensor):
+        dense(side, numbers)
         tensor = numbers.detach().cpu().double()
     else:
         array = np.asarray(numbers)  # of a data frame, too

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from constmem.kernels import gpu
-from constmem.kernels.paths import GRAPHS
+from constmem.kernels.paths import CAPTURED, GRAPHS
 
 LARGEST = 2**22  # numbers given: beyond, launches are no longer what takes the time
 PATIENCE = 2  # calls before one is worth capturing
@@ -131,8 +131,8 @@ class Checksum:
     def __call__(self) -> int:
         with self._one_at_a_time:
             self._calls += 1
-            if self._calls == LOOKS and self._table.is_cuda and not GRAPHS.failed:
-                found = GRAPHS.attempt(lambda: _graph(self._launch, self._table.device))
+            if self._calls == LOOKS and self._table.is_cuda and not CAPTURED.failed:
+                found = CAPTURED.attempt(lambda: _graph(self._launch, self._table.device))
                 self._graph = None if found is None else found[0]
             if self._graph is None:
                 self._launch()

@@ -97,7 +97,8 @@ FOLD = Path("kernels of our own for gradients on the GPU")
 LAYERS = Path("kernels of our own for whole layers on the GPU")
 GRAPHS = Path("CUDA graphs")
 CHECKSUM = Path("checksum of weights on the GPU")
-PATHS = CPU, GPU, FOLD, LAYERS, GRAPHS, CHECKSUM
+CAPTURED = Path("CUDA graph of that checksum")
+PATHS = CPU, GPU, FOLD, LAYERS, GRAPHS, CHECKSUM, CAPTURED
 
 
 def traced() -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from constmem.core.algebra import accumulator, bias_of
 from constmem.core.fold import Chunk, joined
-from constmem.core.layers import keep_variance
+from constmem.core.layers import affine, keep_variance
 from constmem.core.memory import Needs
 from constmem.neural_processes.base import M
 from constmem.neural_processes.cnp import AttendingProcess, SamplingProcess, SamplingSettings
@@ -114,7 +114,7 @@ class BootstrapProcess(SamplingProcess[StoredPoints, M], StoringProcess[M]):
         parts = self._represent(memory, xt)  # (b, 1 + k, 1 or m, d) each
         alone, versions = zip(*(part.split([1, part.shape[1] - 1], 1) for part in parts), strict=True)
         hidden = self.decoder.hidden(xt, *alone)
-        both = torch.cat([hidden, hidden + linear_in_parts(versions, self.adapt.weight)], 1)
+        both = torch.cat([hidden, hidden + linear_in_parts(versions, affine(self.adapt)[0])], 1)
         mean, std = self.decoder.predict(both)
         return mean.transpose(1, 2), std.transpose(1, 2)
 

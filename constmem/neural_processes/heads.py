@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.distributions import Distribution, Normal, constraints
 
-from constmem.core.layers import MLP, RELU, keep_variance
+from constmem.core.layers import MLP, RELU, affine, keep_variance
 
 Std = Literal["bounded", "exp"]
 AnyStd = Literal["bounded", "exp", "coarse"]
@@ -76,7 +76,7 @@ class PointDecoder(nn.Module):
 
     def hidden(self, xt: Float[Tensor, "*#b x"], *parts: Float[Tensor, "*#b _"]) -> Float[Tensor, "*b d"]:
         """What the first layer gives."""
-        return linear_in_parts((xt, *parts), self.first.weight, self.first.bias)
+        return linear_in_parts((xt, *parts), *affine(self.first))
 
     def predict(self, hidden: Float[Tensor, "*b d"]) -> tuple[Float[Tensor, "*b y"], Float[Tensor, "*b y"]]:
         """What follows on the first layer."""

@@ -242,7 +242,7 @@ class _Layer(nn.Module):
         return self.norm_feed(x + self.contract(F.relu(self.expand(x))))  # type: ignore[no-any-return]
 
     def project(self, x: Tensor, context: Tensor) -> list[Float[Tensor, "b h n c"]]:
-        dim, weight, bias = x.shape[-1], self.query_key_value.weight, self.query_key_value.bias
+        dim, (weight, bias) = x.shape[-1], layers.affine(self.query_key_value)
         q = F.linear(x, weight[:dim], bias[:dim])
         k, v = F.linear(context, weight[dim:], bias[dim:]).chunk(2, -1)
         return [t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v)]

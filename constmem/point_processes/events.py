@@ -16,6 +16,7 @@ from constmem.point_processes.padding import (
     Sequences,
     bounds_of,
     check_events,
+    each_of,
     exact,
     marks_of,
     one_sequence,
@@ -87,7 +88,7 @@ class Events:
             unit: of all times.
             num_marks: how many kinds there are; needed beside marks.
         """
-        rows = [exact(f"times[{k}]", one_sequence("times", k, row)) for k, row in enumerate(times)]
+        rows = [exact(f"times[{k}]", one_sequence("times", k, row)) for k, row in each_of("times", times)]
         if t_start is None:
             for k, row in enumerate(rows):
                 if not len(row):
@@ -116,7 +117,7 @@ class Events:
 
         A sequence's first gap is that from t_start; the rest is as in `from_arrival_times`.
         """
-        rows = [one_sequence("gaps", k, row) for k, row in enumerate(gaps)]
+        rows = [one_sequence("gaps", k, row) for k, row in each_of("gaps", gaps)]
         starts = bounds_of("t_start", 0 if t_start is None else t_start, len(rows))
         for k, row in enumerate(rows):
             if (row < 0).any():

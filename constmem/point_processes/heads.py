@@ -65,7 +65,7 @@ class GapFeatures(nn.Module):
         z = z.nan_to_num(0.0).clamp(-8.0, 8.0)[..., None]
         angles = z * self.waves
         columns = torch.cat([torch.ones_like(z), z, angles.sin(), angles.cos()], -1)
-        out: Tensor = self.project((columns * there[..., None]).to(self.project.weight.dtype))
+        out: Tensor = self.project((columns * there[..., None]).to(self.waves.dtype))
         return out
 
 

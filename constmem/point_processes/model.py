@@ -96,7 +96,7 @@ def sample(
     checks.positive("n", 1 if n is None else n)
     begin, end = state.last_time, None
     if until is not None:
-        end = torch.as_tensor(until, dtype=torch.float64, device=begin.device).expand(begin.shape)
+        end = checks.one_each("until", until, len(begin), begin.device).double()
         for k, (stop, last) in enumerate(zip(end.tolist(), begin.tolist(), strict=True)):
             if not isfinite(stop):
                 raise ValueError(f"until={stop} for stream {k} is no time to stop at: give one, or n=")

@@ -1,6 +1,6 @@
 """From ragged sequences to padded tensors, and what is wrong with them: which sequence, at which index."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,15 @@ def _advice(given: Any) -> str:
     return ": give numbers, such as seconds since a start"
 
 
+def each_of(what: str, sequences: Any) -> Iterator[tuple[int, Any]]:
+    """Sequences with their numbers."""
+    try:
+        return enumerate(sequences)
+    except TypeError as error:
+        kind = type(sequences).__name__
+        raise TypeError(f"{what} must be a list of sequences, as in [[1.0, 2.0]], not {kind}") from error
+
+
 def one_sequence(what: str, k: int, row: Any, *, whole: bool = False) -> Tensor:
     """One sequence of finite numbers, or (`whole`) of whole ones as int64."""
     values = numbers(f"{what}[{k}]", row).cpu()
@@ -122,12 +131,13 @@ def marks_of(
     marks: Sequences | None, rows: list[Tensor], num_marks: int | None
 ) -> tuple[Int64[Tensor, "b t"], int]:
     """Padded marks beside times, and how many kinds there are."""
+    checks.positive("num_marks", 1 if num_marks is None else num_marks)
     if marks is None:
         num_marks = 1 if num_marks is None else num_marks
         known = 0 if num_marks == 1 else UNKNOWN
         kinds = [torch.full((len(row),), known) for row in rows]
         return pad(kinds, [UNKNOWN] * len(rows), torch.int64, repeat=False)[0], num_marks
-    kinds = [one_sequence("marks", k, row, whole=True) for k, row in enumerate(marks)]
+    kinds = [one_sequence("marks", k, row, whole=True) for k, row in each_of("marks", marks)]
     if len(kinds) != len(rows):
         raise ValueError(f"there are marks for {len(kinds)} sequences, but times for {len(rows)}")
     for k, (kind, row) in enumerate(zip(kinds, rows, strict=True)):

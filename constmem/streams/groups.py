@@ -18,7 +18,11 @@ def listed(keys: Sequence[Hashable]) -> list[Hashable]:
     """Keys as a list, of whatever they are."""
     if isinstance(keys, str | bytes):
         raise TypeError(f"keys must be a list with one key for each row, not the text {keys!r}: [{keys!r}]")
-    return keys.tolist() if hasattr(keys, "tolist") else list(keys)
+    try:
+        names = keys.tolist() if hasattr(keys, "tolist") else keys
+        return list(names)
+    except TypeError as error:
+        raise TypeError(f"keys must be a list with one key for each row, not {keys!r}") from error
 
 
 def checked(keys: Sequence[Hashable]) -> list[Hashable]:
@@ -38,7 +42,10 @@ def grouped(
     Keys with about as many rows each are taken together, so that at most half of a batch is padding.
     """
     numbers: dict[Hashable, int] = {}
-    code = np.fromiter((numbers.setdefault(name, len(numbers)) for name in names), np.int64, len(names))
+    try:
+        code = np.fromiter((numbers.setdefault(name, len(numbers)) for name in names), np.int64, len(names))
+    except TypeError as error:
+        raise TypeError(f"a key must be a text or a whole number ({error})") from error
     different = checked(list(numbers))
     rows = np.argsort(code, kind="stable")
     sizes = np.bincount(code)

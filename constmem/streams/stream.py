@@ -203,8 +203,8 @@ class Stream:
 
     def _begun(self, start: Any) -> Any:
         """The state of streams of events that begin."""
-        start = checks.as_tensor("start", start, self.model.device)
-        return self.model.empty(start.reshape(-1).expand(self.batch))
+        begun: Any = checks.one_each("start", start, self.batch, self.model.device)
+        return self.model.empty(begun)
 
     def _read(self, held: _Held) -> Any:
         """What predictions need of what is held: as remembered, if nothing has changed since."""

@@ -20,6 +20,8 @@ def main() -> None:
     )
     parser.add_argument("--long", action="store_true", help="all cases; otherwise the short form")
     parser.add_argument("--only", help="so many cases of some kinds: states=100,packs=50")
+    parser.add_argument("--group", choices=campaign.GROUPS, help="all kinds of one group")
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--again", type=int, help="one case of the one kind in --only, in this process")
     parser.add_argument("--broken", choices=campaign.BROKEN, help="break a line on purpose first")
@@ -33,12 +35,14 @@ def main() -> None:
     if asked.only:
         only = {name: int(count) for name, count in (each.split("=") for each in asked.only.split(","))}
     form = campaign.LONG if asked.long else campaign.SHORT
+    if asked.group:
+        only = {kind: counts[form] for kind, counts in campaign.GROUPS[asked.group][1].items()}
     if asked.again is not None and only:
         cases = campaign.counted(form, only)
         print(pool.again(cases, next(iter(only)), asked.again, seed=asked.seed))
         return
     start = time.monotonic()
-    tallies = campaign.run(form, seed=asked.seed, only=only)
+    tallies = campaign.run(form, seed=asked.seed, only=only, workers=asked.workers)
     for kind, tally in tallies.items():
         print(f"{kind}: {tally.tried} tried, {tally.right} right, {tally.refused} refused", flush=True)
         for words in tally.findings[:5]:

@@ -27,7 +27,7 @@ GROUPS: dict[str, tuple[Callable[[], dict[str, Case]], dict[str, tuple[int, int]
         "models of points": (80, 5_000), "models of events": (40, 2_500), "states and moments": (100, 5_000),
     }),
     "steps": (shells.kinds, {"calls of streams": (30, 1_500), "calls of estimators": (15, 600)}),
-    "runs and commands": (runs.kinds, {"runs": (30, 1_500), "commands": (12, 400)}),
+    "runs and commands": (runs.kinds, {"runs": (30, 1_000), "commands": (12, 200)}),
     "kills": (kills.kinds, {
         "killed streams": (4, 110), "killed estimators": (3, 80), "killed updates": (2, 60),
         "killed training": (1, 30), "killed compiling": (2, 54),
@@ -71,9 +71,11 @@ def counted(form: int, only: Mapping[str, int] | None = None) -> dict[str, tuple
     return made
 
 
-def run(form: int, *, seed: int = 0, only: Mapping[str, int] | None = None) -> dict[str, Tally]:
-    """Attack; every kind by itself, so that what one costs can be seen."""
-    return pool.run(counted(form, only), seed=seed)
+def run(
+    form: int, *, seed: int = 0, only: Mapping[str, int] | None = None, workers: int = 2
+) -> dict[str, Tally]:
+    """Attack, in so many processes at once."""
+    return pool.run(counted(form, only), seed=seed, workers=workers)
 
 
 def group_of(kind: str) -> str:

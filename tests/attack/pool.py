@@ -22,7 +22,7 @@ from .verdict import Finding
 HANG = 5.0  # seconds of the processor's time; a loaded machine is no hang
 STUCK = 90.0  # seconds on the wall: waiting for ever costs no processor time
 ROOM = 6 * 2**30  # bytes that a worker may take beyond what it has
-PIECE = 40  # cases handed out at once
+PIECE = 100  # cases handed out at once, at most; an eighth of a kind otherwise
 CELL = struct.Struct("qqqdd")  # case now, right, refused, when it began: wall and processor
 Case = Callable[[random.Random, Path], str]
 
@@ -59,11 +59,10 @@ def run(cases: Mapping[str, tuple[Case, int]], *, seed: int, workers: int = 2) -
 
 def _run(cases: Mapping[str, tuple[Case, int]], seed: int, workers: int, folder: Path) -> dict[str, Tally]:
     tallies = {kind: Tally() for kind in cases}
-    waiting = [
-        (kind, first, min(first + PIECE, count))
-        for kind, (_, count) in cases.items()
-        for first in range(0, count, PIECE)
-    ]
+    waiting = []
+    for kind, (_, count) in cases.items():
+        piece = max(1, min(PIECE, count // 8))
+        waiting += [(kind, first, min(first + piece, count)) for first in range(0, count, piece)]
     waiting.reverse()
     live: dict[int, _Worker] = {}
     while waiting or live:
@@ -78,6 +77,7 @@ def _run(cases: Mapping[str, tuple[Case, int]], seed: int, workers: int, folder:
                 worker.text += block
                 continue
             del live[handle]
+            os.close(handle)
             _, status = os.waitpid(worker.pid, 0)
             rest = _ended(worker, status, tallies[worker.kind])
             if rest is not None:

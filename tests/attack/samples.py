@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from constmem import Decay, Stream, StreamingClassifier, StreamingRegressor, Window
+from constmem import Decay, Stream, StreamingClassifier, StreamingRegressor, StreamPool, Window
 from constmem.core.moments import Moments
 from constmem.data import EventLog, Table
 from constmem.neural_processes import NeuralProcess
@@ -96,6 +96,12 @@ def streams() -> dict[str, Sample]:
             x, y, _, _ = made.data(n=10)
             stream.observe(x, y)
         samples[f"{name} {forget}"] = _one(stream.save, lambda path, m=model: Stream.load(path, m), predicted)
+    model = made.small("cmanp")
+    pool, (x, y, _, _) = StreamPool(model), made.data(n=5, b=1)
+    pool.observe(["a", "b", "a", 7, "c"], x[0], y[0])
+    samples["pool"] = _one(
+        pool.save, lambda path: StreamPool.load(path, model), lambda p: (p.keys, p.state(p.keys).tensors())
+    )
     return samples
 
 

@@ -38,7 +38,7 @@ def test_all_holds_in_the_short_form(tmp_path: Path) -> None:
         ("checksums", "streams=300"),
         ("renaming", "killed streams=40"),
         ("locks", "threads on a stream=10"),
-        ("locks", "threads on an estimator=10"),
+        ("locks", "threads on an estimator=60"),
     ],
 )
 def test_a_line_that_is_broken_on_purpose_is_noticed(tmp_path: Path, broken: str, only: str) -> None:

@@ -16,6 +16,7 @@ from constmem import CMANP
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
 from constmem.kernels import Snapshot, cpu
+from tests.laws import models as made
 
 DEVICES = [
     pytest.param("cpu", id="machine code"),
@@ -366,3 +367,19 @@ def test_conditioning_and_querying_may_be_vmapped_over_what_was_prepared_before(
     for i in range(3):
         for one, other in zip(found, seen(x[i], y[i]), strict=True):
             torch.testing.assert_close(one[i], other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+@pytest.mark.parametrize("name", [*made.POINT_MODELS, *made.EVENT_MODELS])
+def test_every_model_can_be_quantized_and_predicts_about_the_same(name: str) -> None:
+    model = made.fresh(name).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        smaller = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear})
+    with torch.no_grad():
+        if name in made.EVENT_MODELS:
+            exact, found = (m.query(m.condition(made.stream(5, 5))).mean.log() for m in (model, smaller))
+        else:
+            x, y, xt, _ = (t.float() for t in made.data())
+            exact, found = (m.query(m.condition(x, y), xt).mean for m in (model, smaller))
+    assert float((found - exact).abs().mean()) < 0.3

@@ -1,5 +1,6 @@
 """Tables of whatever a newcomer has: frames, lists, one name, words and dates."""
 
+from dataclasses import replace
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
@@ -67,3 +68,20 @@ def test_frames_lists_arrays_and_tensors_make_the_same_table() -> None:
 def test_words_and_dates_in_arrays_are_named_with_what_to_do(values: Any, shown: str) -> None:
     with pytest.raises(ValueError, match=f"{shown}: every value must be a number: count dates"):
         Table.of(values, range(N))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"x": torch.zeros(60)},
+        {"y": torch.zeros(59, 1)},
+        {"x": torch.full((60, 1), torch.nan)},
+        {"groups": torch.zeros(3)},
+    ],
+)
+def test_a_file_of_rows_that_do_not_fit_each_other_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    table = Table.of(np.arange(60.0), np.arange(60.0) ** 2)
+    wrong = {name: t.double() if name in "xy" else t.long() for name, t in change.items()}
+    replace(table, **wrong).save(tmp_path / "t")
+    with pytest.raises(ValueError, match=r"t is damaged .*: write the table again"):
+        Table.load(tmp_path / "t")

@@ -1,0 +1,96 @@
+"""Arguments that no state is made of are refused in words, before anything is computed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from constmem import CMANP, AttentionState, Decay, Events, Stream
+from constmem.core.moments import Moments
+from constmem.data import Table
+from tests.laws import models as made
+
+Q, K = torch.randn(2, 3, 4), torch.randn(1, 2, 5, 4)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v", "message"),
+    [
+        (None, K, K, "q must be a tensor"),
+        (Q, K.long(), K, "k holds torch.int64"),
+        (Q, K, K.to_sparse(), "v is torch.sparse_coo"),
+        (Q, K, K.to("meta"), "v holds torch.float32 on meta"),
+        (Q, K, K[..., :3], "q, k and v have shapes"),
+        (Q, K[:, :1], K[:, :1], "q, k and v have shapes"),
+        (Q[..., :2], K, K, "q, k and v have shapes"),
+        (Q, K[:, :, :4], K, "q, k and v have shapes"),
+    ],
+)
+def test_queries_keys_and_values_that_do_not_fit_are_refused(q: Any, k: Any, v: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        AttentionState.observe(q, k, v)
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, [[1.0]], torch.zeros(3), torch.zeros(3, 2).to_sparse(), torch.zeros(3, 2) * 1j]
+)
+def test_features_that_are_no_rows_of_numbers_are_refused(wrong: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        Moments.observe(wrong, torch.zeros(3, 1))
+
+
+@pytest.mark.parametrize("chunk", [0, -1, "3", 2.0, True])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m, e, c: m.condition(e, chunk=c),
+        lambda m, e, c: m.update(m.condition(e), e.times + 1e4, chunk=c),
+        lambda m, e, c: m.log_prob(e, chunk=c),
+        lambda m, e, c: m.forecast(e, chunk=c),
+        lambda m, e, c: m.loss(e, chunk=c),
+    ],
+)
+def test_a_chunk_of_events_is_a_whole_number_of_at_least_one(call: Callable[..., Any], chunk: Any) -> None:
+    with pytest.raises(ValueError, match="chunk must be a whole number of at least 1"):
+        call(made.small("gru"), made.stream(4), chunk)
+
+
+def test_sparse_masks_and_times_are_refused() -> None:
+    model, (x, y, _, _) = made.small("cnp"), made.data(n=4)
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    with pytest.raises(TypeError, match=r"mask is torch.sparse_coo: .*use mask.to_dense"):
+        model.condition(x, y, mask=mask.to_sparse())
+    process = made.small("gru")
+    with pytest.raises(TypeError, match=r"times is torch.sparse_coo"):
+        process.update(process.empty(0.0), torch.ones(1, 1).to_sparse())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Events.from_arrival_times(3, unit="hour"), "times must be a list of sequences"),
+        (lambda: Events.from_gaps(None, unit="hour"), "gaps must be a list of sequences"),
+        (
+            lambda: Events.from_arrival_times([[1.0]], marks=7, unit="hour", num_marks=2),
+            "marks must be a list",
+        ),
+        (lambda: Events.from_arrival_times([[1.0]], unit="hour", num_marks="2"), "num_marks must be a whole"),
+        (lambda: Decay("5"), "half_life must be a positive number"),
+        (lambda: Stream(made.small("gru"), start=[1.0, 2.0]), r"start has shape \(2,\), but one number"),
+        (lambda: Stream(made.small("cnp")).predict(torch.zeros(1, 2).to_sparse()), "xt is torch.sparse_coo"),
+        (lambda: Table.of(range(60), range(60), 3), "groups must be one number or text for each row"),
+        (lambda: CMANP.from_pretrained("gp", device=[]), r"there is no device '\[\]' here"),
+    ],
+)
+def test_what_a_caller_may_hand_in_by_mistake_is_named(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+def test_a_time_to_sample_until_is_one_number_or_one_for_each_stream() -> None:
+    process = made.small("gru")
+    state = process.condition(made.stream(4))
+    assert process.sample(state, until=float(state.last_time) + 1.0).t_end is not None
+    with pytest.raises(ValueError, match=r"until has shape \(2,\), but one number is needed, or 1"):
+        process.sample(state, until=[1e6, 2e6])
