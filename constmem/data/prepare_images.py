@@ -153,7 +153,9 @@ def _reader(source: Path, *, what: str) -> Iterator[Reader]:
 
                 yield unpack
         except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-            raise ValueError(f"{source} is not a whole zip archive ({error}): download it again") from error
+            raise ValueError(
+                f"{source} is not a whole zip archive ({str(error)[:200]}): download it again"
+            ) from error
     else:
         raise _missing(source, what)
 

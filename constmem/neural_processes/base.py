@@ -206,6 +206,7 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
         """Condition and query, for training: the deployed path, but for the checks of values."""
         checks.positive("chunk", chunk)
         self._check(xc, yc, mask, values=False)
+        checks.points("xt", xt, self.dim_x, device=self.device)
         self.afford(xc.shape[0], xc.shape[1], xt.shape[1])
         state = self._seen(xc, yc, mask, chunk)
         return self.predict(self.read(state), xt, chunk=chunk)

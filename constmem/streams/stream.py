@@ -262,7 +262,7 @@ def _loaded(model: AnyModel, shell: Any, tensors: dict[str, Tensor], fingerprint
         number, _, own = name.partition(".")
         named[int(number)][own] = tensor
         most = model.num_marks if isinstance(model, PointProcess) else 0
-        if own.endswith(("last_mark", "marks")) and bool((tensor >= most).any()):
+        if own.endswith(("last_mark", "marks")) and bool(((tensor >= most) | (tensor < -2)).any()):
             raise ValueError(f"{own} holds marks beyond the model's {most}")
     parts = tuple(model.state_type.of_tensors(each, fingerprint).to(model.device) for each in named)
     stream = Stream(model, batch=parts[0].batch if parts else shell["batch"], forget=forget)

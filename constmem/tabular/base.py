@@ -245,6 +245,8 @@ def _damaged(path: str | os.PathLike[str], error: Exception) -> ValueError:
 def _learner(header: dict[str, Any], tensors: dict[str, Tensor]) -> Learner:
     if (bad := checks.first_not_finite(tensors)) is not None and not bad.startswith("rows."):
         raise ValueError(f"holds a {bad} with NaN or infinity in it")
+    if any(type(header["learner"][name]) is not int for name in ("warmup", "size", "seed")):
+        raise ValueError("holds settings that are no whole numbers")
     learner = Learner(**header["learner"], forgetting=Forgetting.of(header["about"]["forget"]))
     if header["columns"] is not None:
         features = Features.of(_part(tensors, "features."))

@@ -106,7 +106,7 @@ def posterior(
     best = _Fit(moments, groups, first)
     if best.log_evidence == -inf:
         best = _Fit(moments, groups, torch.zeros_like(first))
-    if not isfinite(best.log_evidence):
+    if not isfinite(best.log_evidence) or not bool(best.hessian.isfinite().all()):
         raise ValueError(
             "the sums of squares of these rows are not finite or not positive: numbers are too large to be "
             "squared, or the state was changed from outside; use a larger unit, and learn the rows again"

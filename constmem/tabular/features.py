@@ -160,8 +160,15 @@ class Features:
 
     @staticmethod
     def of(tensors: dict[str, Tensor]) -> "Features":
-        """The features made of what `tensors` gave."""
-        return Features(**tensors)
+        """The features made of what `tensors` gave; refuses what does not fit together."""
+        made = Features(**tensors)
+        (d,), trees = made.centre.shape, made.columns
+        wide = {*made.scale.shape, made.knots.shape[0], made.points.shape[1]} == {d}
+        if not wide or trees.ndim != 2 or trees.shape != made.thresholds.shape:
+            raise ValueError("holds features whose shapes do not fit each other")
+        if bool(((trees < 0) | (trees >= d)).any()):
+            raise ValueError("holds trees that test columns which are not there")
+        return made
 
     def _coordinates(self, z: Tensor) -> Tensor:
         return _coordinates(z, self.knots)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from constmem import Decay, Stream, StreamingRegressor, Window
-from constmem.kernels import library
+from constmem.kernels import paths as library
 from constmem.training.folder import Keeper
 
 from . import calls, given, runs, samples

@@ -18,7 +18,7 @@ import torch
 
 from constmem import Stream
 from constmem.core.files import write_bytes
-from constmem.kernels import library
+from constmem.kernels import paths as library
 
 from . import calls, kills, samples, shells
 from .pool import Case

@@ -5,6 +5,7 @@ import io
 import random
 import sys
 import tempfile
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -50,12 +51,7 @@ def small_run() -> Run:
 
 def _validated_quickly(model: Any, source: Any) -> float:
     """The validation, on the first of its hundreds of batches: what is under attack are the files."""
-    whole = source.validation
-    source.validation = lambda: islice(whole(), 2)
-    try:
-        return _validate(model, source)
-    finally:
-        source.validation = whole
+    return _validate(model, replace(source, validation=lambda: islice(source.validation(), 2)))
 
 
 def go(out: Path, *, resume: bool = True, stop_after: int | None = None, save_every: float = 0.0) -> None:

@@ -94,3 +94,9 @@ def test_a_time_to_sample_until_is_one_number_or_one_for_each_stream() -> None:
     assert process.sample(state, until=float(state.last_time) + 1.0).t_end is not None
     with pytest.raises(ValueError, match=r"until has shape \(2,\), but one number is needed, or 1"):
         process.sample(state, until=[1e6, 2e6])
+
+
+def test_targets_of_a_training_call_that_are_no_tensor_are_named() -> None:
+    x, y, _, _ = made.data(n=4)
+    with pytest.raises(TypeError, match="xt must be a floating-point tensor, not dict"):
+        made.small("cnp")(x, y, {"a": 1})

@@ -93,6 +93,16 @@ def test_every_bit_of_a_file_counts(tmp_path: Path) -> None:
                 read_tensors(path, kind="kind", version=1)
 
 
+def test_a_checksum_whose_name_and_digits_are_both_damaged_is_noticed(tmp_path: Path) -> None:
+    path = write_tensors(tmp_path / "t", {"a": torch.rand(3)}, {"format": "kind", "version": "1"})
+    content = bytearray(path.read_bytes())
+    key = content.index(b"checksum")
+    content[key], content[key + 20], content[-1] = ord("C"), ord("Z"), content[-1] ^ 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="damaged: its checksum"):
+        read_tensors(path, kind="kind", version=1)
+
+
 def test_a_checksum_known_from_elsewhere_serves_a_file_that_has_none(tmp_path: Path) -> None:
     save_file({"a": torch.rand(3)}, tmp_path / "t", {"format": "kind", "version": "1"})
     known = hashlib.sha256((tmp_path / "t").read_bytes()).hexdigest()
