@@ -3,10 +3,10 @@
 CONSTMEM_DATA=FOLDER python benchmarks/tables_uci.py --splits 5     # writes results/tables_uci.json
 
 `FOLDER/tables_uci.npz` holds `NAME/x`, `NAME/y` and `NAME/test`, the test rows of each split (those of
-Hernandez-Lobato and Adams, 2015; 20 each, protein 5). Every method sees the same rows in the same run;
-scikit-learn's are used with their defaults; a Gaussian process takes tables of at most 1,500 rows. Errors are
-in the table's own units. Rows are written as they come; `--summary` only prints the table of what was
-written.
+Hernandez-Lobato and Adams, 2015; 20 each, protein 5). Every method sees the same rows, and each result names
+the commit it was measured at; scikit-learn's methods are used with their defaults; a Gaussian process takes
+tables of at most 1,500 rows. Errors are in the table's own units. Rows are written as they come; `--methods`
+measures some anew, and `--summary` only prints the table of what was written.
 """
 
 import argparse

@@ -13,7 +13,7 @@ STEPS = 80
 RATE = 0.15
 HASTE = 4.0  # how much faster variances move at the end, when the lengths are nearly right
 JITTER = 1e-9
-DISTINCT = 1e-6  # variance that a further inducing point must add: more than rounded distances hide
+DISTINCT = 1e-8, 1e-6  # variance that a further inducing point must add, smooth and rough: more than rounding
 BLOCK = 192  # columns multiplied at once: fewer waste less, and more are faster
 CONSTANT = 10.0  # variance of the constant
 PARTS = log(0.75), log(0.25), log(0.35), log(0.1)  # variances: smooth, rough, linear, noise
@@ -80,7 +80,7 @@ class Kernel:
         chosen = []
         for j in range(factor.shape[1]):
             row = int(left.argmax())
-            if left[row] < DISTINCT:  # the others are copies, or nearly
+            if left[row] < self._distinct:  # the others are copies, or nearly
                 break
             column = self(u, u[row : row + 1])[:, 0] - factor[:, :j] @ factor[row, :j]
             factor[:, j] = column / left[row].sqrt()
@@ -88,10 +88,16 @@ class Kernel:
             chosen.append(row)
         return torch.tensor(chosen)
 
+    @property
+    def _distinct(self) -> float:
+        """Rounding shows where points are close: in the square of a distance, or in its root."""
+        smooth, rough = DISTINCT
+        return float(smooth * self.share + rough * (1 - self.share))
+
     def whitener(self, u: Float[Tensor, "m e"]) -> Float[Tensor, "m m"]:
         """W such that the rows of k(v, u) W have the inner products k(v, v') that u can explain."""
         eye = torch.eye(len(u), dtype=torch.float64)
-        factor = torch.linalg.cholesky(self(u, u) + JITTER * eye)
+        factor = torch.linalg.cholesky(self(u, u) + 1e-3 * self._distinct * eye)
         inverse: Tensor = torch.linalg.solve_triangular(factor, eye, upper=False)
         return inverse.mT.contiguous()
 
