@@ -67,9 +67,11 @@ def table() -> str:
         counts = (f"{times(kind, row[key]):,}" for key in ("tried", "right", "refused"))
         lines.append(f"| {WHAT[kind]} | {' | '.join(counts)} | {len(row['findings'])} |")
     fuzzed, killed = totals(content["rows"])
-    lines += ["", f"{fuzzed:,} damaged files and calls, {killed:,} kills; {content['device']}, "
-              f"{content['cpu_seconds']:,} seconds of its processors, {content['date'][:10]}, commit "
-              f"{(content['commit'] or 'unknown')[:7]}."]  # fmt: skip
+    commits = dict.fromkeys(
+        (row.get("commit") or content["commit"] or "unknown")[:7] for row in content["rows"]
+    )
+    made = f"{content['date'][:10]}, {'commit' if len(commits) == 1 else 'commits'} {', '.join(commits)}"
+    lines += ["", f"{fuzzed:,} damaged files and calls, {killed:,} kills; {content['device']}, {made}."]
     return "\n".join(lines)
 
 
