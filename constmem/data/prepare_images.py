@@ -26,8 +26,7 @@ PUBLISHED = {  # MD5 of the official files, as published with torchvision
     "img_align_celeba.zip": "00d2c5bc6d35e252742224ab0c1e8fcb",
     PARTITION: "d32c9cbf5e040fd4025c592c306e6668",
 }
-NUM_CLASSES, SIDE = 47, 28
-MOST_IMAGES = 500_000  # of a file of EMNIST 'balanced', which has 112,800
+NUM_CLASSES, SIDE, MOST_IMAGES = 47, 28, 500_000  # of EMNIST 'balanced', a file of which has 112,800 images
 MOST_GZIP, MOST_JPEG, MOST_LIST = 2**28, 2**20, 2**26  # bytes of one file
 AGAIN = "extract or download it again"
 DIFFERS = "not that of the official file"  # said of a checksum
