@@ -263,7 +263,7 @@ def test_a_saved_estimator_is_small_plain_and_refused_where_damaged(tmp_path) ->
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="cut short"):
         StreamingRegressor.load(path)
-    path.write_bytes(whole.replace(b'"version":"1"', b'"version":"9"'))
+    path.write_bytes(whole.replace(b'"version":"1s"', b'"version":"9s"'))
     with pytest.raises(ValueError, match="format version 9"):
         StreamingRegressor.load(path)
     path.write_bytes(whole.replace(b"number", b"nvmber"))
