@@ -99,7 +99,7 @@ class MLP(nn.Module):
         return found
 
 
-def affine(layer: nn.Module) -> tuple[Float[Tensor, "o i"], Tensor]:
+def affine(layer: nn.Module) -> tuple[Float[Tensor, "o i"], Any]:
     """The weight and bias of a linear layer; of one that quantization has replaced, what they stand for."""
     weight: Any = layer.weight
     bias: Any = layer.bias
