@@ -36,7 +36,7 @@ def test_all_holds_in_the_short_form(tmp_path: Path) -> None:
     [
         ("checksums", "states=300"),
         ("checksums", "streams=300"),
-        ("renaming", "killed streams=40"),
+        ("renaming", "killed streams=200"),
         ("locks", "threads on a stream=10"),
         ("locks", "threads on an estimator=60"),
     ],
