@@ -184,8 +184,9 @@ def _source_of(pack: dict[str, Array], split: str, counts: dict[str, int], name:
         return f"{start}; {pack['source']}"
     if counts == official:
         return f"{start}, the official counts; the pack does not name its origin"
-    ours, theirs = (f"{own['train']:,} train and {own['test']:,} test images" for own in (counts, official))
-    return f"{start}; not exactly the official split, which has {theirs} (this pack: {ours})"
+    ours = f"this pack: {counts['train']:,} and {counts['test']:,}"  # these words name the data of a row, too
+    theirs = f"which has {official['train']:,} train and {official['test']:,} test images"
+    return f"{start}; not exactly the official split, {theirs} ({ours})"
 
 
 def _require_images(path: Path, key: str, images: Array, shape: tuple[int, ...]) -> None:

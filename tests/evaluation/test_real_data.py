@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import shipped
 import torch
 from record import RESULTS
 
+from constmem.data.images import _source_of
 from constmem.evaluation import evaluate
 from constmem.evaluation.runs import evaluate_run
 from constmem.training import loop as train
@@ -35,6 +37,14 @@ def test_the_committed_part_is_much_like_the_whole_test_sets() -> None:
     for row in SHIPPED["rows"]:
         for key in ("log_likelihood", "log_likelihood_by_batch"):
             assert row[key] == pytest.approx(whole[row["test"]][key], abs=0.15)  # 200 images of thousands
+
+
+def test_images_are_named_as_in_the_committed_rows() -> None:
+    found = re.search(r"this pack: ([\d,]+) and ([\d,]+)", SHIPPED["data"])
+    assert found is not None
+    train_, test = (int(number.replace(",", "")) for number in found.groups())
+    named = _source_of({}, "train", {"train": train_, "test": test}, "emnist", "EMNIST 'balanced', 28x28")
+    assert SHIPPED["data"].startswith(named)  # else scores are compared with nothing
 
 
 @pytest.mark.data

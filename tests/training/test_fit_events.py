@@ -1,10 +1,8 @@
 """Events of one's own: from a file to sequences, parts, a trained model and its scores."""
 
-import csv
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from constmem.evaluation.runs import evaluate_run, print_runs
 from constmem.point_processes import CMHP
 from constmem.training import fit_events, fit_file
 from constmem.training.recipes import event_recipe
+from tests.training.files import write
 
 SIZES = {"dim": 8, "depth": 1, "num_slots": 3, "num_latents": 2, "hidden": 8, "num_heads": 2, "components": 2}
 TINY = [*(f"model.{key}={value}" for key, value in SIZES.items()), "batch=4", "warmup=1", "validate_every=4"]
@@ -33,14 +32,6 @@ def rows(users: int = 12, count: int = 6) -> list[list[Any]]:
         for i in range(count)
         for user in range(users)
     ]
-
-
-def write(path: Path, header: Sequence[str], content: Sequence[Sequence[Any]], delimiter: str = ",") -> Path:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, delimiter=delimiter)
-        writer.writerow(header)
-        writer.writerows(content)
-    return path
 
 
 @pytest.fixture

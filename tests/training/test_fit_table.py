@@ -1,13 +1,12 @@
 """Own data: from a CSV file or arrays to tasks, a trained model, its scores and a stream."""
 
-import csv
 import json
 import math
 import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,19 +22,12 @@ from constmem.training import context_note, fit_file, fit_table
 from constmem.training.loop import Run, _validate, train
 from constmem.training.recipes import PointRecipe, changed, table_recipe
 from constmem.training.sources import open_source
+from tests.training.files import write
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 SIZES = {"dim": 8, "depth": 1, "num_slots": 4, "num_latents": 4, "hidden": 8, "num_heads": 2}
 TINY = [*(f"model.{key}={value}" for key, value in SIZES.items()), "batch=4", "warmup=1", "num_targets=8"]
-
-
-def write(path: Path, header: Sequence[str], rows: Sequence[Sequence[Any]], delimiter: str = ",") -> Path:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, delimiter=delimiter)
-        writer.writerow(header)
-        writer.writerows(rows)
-    return path
 
 
 def rows(n: int = 60) -> list[list[Any]]:
