@@ -78,9 +78,14 @@ class Scales(nn.Module):
     def of(x: Float[Tensor, "n x"], y: Float[Tensor, "n y"]) -> "Scales":
         """The scales of these rows: those a model is to be trained on, without the held-out ones."""
         found: dict[str, Tensor] = {}
+        checks.tensors(x=x, y=y)
         for side, rows in (("x", x), ("y", y)):
-            if rows.ndim != 2 or rows.shape[0] < 2:
-                raise ValueError(f"{side} has shape {tuple(rows.shape)}, but (rows, channels) is needed")
+            checks.dense(side, rows)
+            if rows.ndim != 2 or rows.shape[0] < 2 or rows.is_complex() or rows.is_meta:
+                raise ValueError(
+                    f"{side} is {rows.dtype} of shape {tuple(rows.shape)} on {rows.device}, but "
+                    "(rows, channels) of real numbers, two rows or more, are needed"
+                )
             wide = rows.double()
             found[f"{side}_mean"], std = wide.mean(0), wide.std(0, correction=0)
             constant = (wide.amax(0) == wide.amin(0)).nonzero().flatten().tolist()
