@@ -88,10 +88,8 @@ class Scales(nn.Module):
             found[f"{side}_mean"], found[f"{side}_std"] = wide.mean(0), wide.std(0, correction=0)
             constant = (wide.amax(0) == wide.amin(0)).nonzero().flatten().tolist()
             if constant:
-                raise ValueError(
-                    f"column {constant[0]} of {side} is constant over all {len(rows)} rows: "
-                    "there is nothing to learn from it; leave it out"
-                )
+                what = f"column {constant[0]} of {side} is constant over all {len(rows)} rows"
+                raise ValueError(f"{what}: there is nothing to learn from it; leave it out")
         return Scales(**found)
 
     @property
