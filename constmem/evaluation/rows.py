@@ -26,10 +26,12 @@ class Scores:
         log_likelihood_by_batch: the reference's figure: the unweighted mean over batches of their means.
         rmse: root mean squared error of the predicted mean.
         crps: continuous ranked probability score, mean over channels.
-        coverage: share of values inside the central interval of each level.
+        coverage: share of values inside the central interval of each level (of grey levels, by share).
         points: how many target points.
         exact, exact_by_batch: the two log-likelihoods of the process that the data came from, where it
             is known: no model exceeds them but by chance.
+        level_log_likelihood, level_log_likelihood_by_batch: of pixels, the same two of the probabilities of
+            grey levels, by which models of densities and of levels compare; a normal's are its integrals.
     """
 
     log_likelihood: float
@@ -40,6 +42,8 @@ class Scores:
     points: int
     exact: float | None = None
     exact_by_batch: float | None = None
+    level_log_likelihood: float | None = None
+    level_log_likelihood_by_batch: float | None = None
 
 
 @dataclass(frozen=True)

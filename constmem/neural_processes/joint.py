@@ -17,6 +17,7 @@ from torch.distributions import Distribution
 from constmem.core import checks
 from constmem.neural_processes.base import NeuralProcess
 from constmem.neural_processes.heads import SampleMixture
+from constmem.neural_processes.levels import LevelMixture
 from constmem.neural_processes.points import S
 
 
@@ -84,7 +85,7 @@ def joint_log_prob(
 
 
 def _draw(predicted: Distribution, generator: torch.Generator | None) -> Float[Tensor, "b m y"]:
-    if isinstance(predicted, SampleMixture):
+    if isinstance(predicted, SampleMixture | LevelMixture):
         return predicted.sample(generator=generator)
     mean, std = predicted.mean, predicted.stddev
     return mean + std * torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
