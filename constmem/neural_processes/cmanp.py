@@ -19,7 +19,7 @@ from constmem.core.moments import Moments
 from constmem.core.observation import Observation
 from constmem.core.product import Product
 from constmem.kernels import Graphs
-from constmem.neural_processes.heads import Corrected, through_levels
+from constmem.neural_processes.heads import Corrected, Mixture, PointMixture, through_levels
 from constmem.neural_processes.levels import LevelHead, LevelMixture
 from constmem.neural_processes.points import Scales
 from constmem.neural_processes.regression import Posterior, Regression
@@ -41,6 +41,7 @@ class CMANP(LevelProcess[Any, Any]):
         levels: of pixels from black to white, -0.5 to 0.5. With them it predicts mixtures of `components`
             logistics on these values instead of normals, and can be sure of black: 256 for images of bytes.
         components: how many logistics.
+        normals: of these a prediction is a mixture; of one, as published, if not given.
         settings: those of `LevelProcess`; `depth` is the number of blocks, and of decoder layers.
 
     Example:
@@ -57,7 +58,7 @@ class CMANP(LevelProcess[Any, Any]):
 
     name: ClassVar[str] = "cmanp"
     decoding: ClassVar[Set[str]] = {"embed_target", "cross", "feed", "head", "recall"}
-    newer: ClassVar[Mapping[str, Any]] = {"moments": 0, "experts": 48, "levels": 0, "components": 10}
+    newer: ClassVar[Mapping[str, Any]] = {"moments": 0, "experts": 48, "levels": 0, "components": 10, "normals": 0}
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class CMANP(LevelProcess[Any, Any]):
         experts: int = 48,
         levels: int = 0,
         components: int = 10,
+        normals: int = 0,
         **settings: Unpack[LevelSettings],
     ) -> None:
         super().__init__(**settings)
@@ -89,6 +91,10 @@ class CMANP(LevelProcess[Any, Any]):
         self.levels = levels
         if levels:
             self.head = self._level_head(levels, components)
+        if normals:
+            if moments or levels:
+                raise ValueError("a mixture of normals, moments and levels exclude each other: set one of them")
+            self.head = Mixture(**self._set("dim", "hidden"), dim_y=self.dim_y, components=normals)
         self._graphs = Graphs()
 
     def _level_head(self, levels: int, components: int) -> LevelHead:
@@ -113,6 +119,8 @@ class CMANP(LevelProcess[Any, Any]):
     def distribution(self, mean: Tensor, std: Tensor, *log_weight: Tensor) -> Distribution:
         if self.levels:
             return LevelMixture(mean, std, *log_weight, levels=self.levels)
+        if self.config["normals"]:
+            return PointMixture(mean, std, *log_weight)
         return super().distribution(mean, std, *log_weight)
 
     def empty(self, batch: int = 1) -> Any:
