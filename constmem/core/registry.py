@@ -53,6 +53,7 @@ _CMANP: dict[str, dict[str, Any]] = {
         "normals": 12, "depth": 3, "num_slots": 32, "num_latents": 32,
     },
     "calibrated": {"levels": 256},  # grey levels instead of densities: for images
+    "joint": {"rank": 32},  # targets that belong together: for samples of functions and images
 }  # fmt: skip
 
 MODELS = {  # in the order of tables

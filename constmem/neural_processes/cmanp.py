@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from constmem.core import checks
 from constmem.core.block import CMABStack
-from constmem.core.fold import Chunk, fold, fused_fold
+from constmem.core.fold import Chunk, fold, fused_fold, slices
 from constmem.core.layers import MLP, keep_variance, on_gpu
 from constmem.core.model import listed
 from constmem.core.moments import Moments
@@ -21,6 +21,7 @@ from constmem.core.product import Product
 from constmem.kernels import Graphs
 from constmem.neural_processes.heads import Corrected, Mixture, PointMixture, through_levels
 from constmem.neural_processes.levels import LevelHead, LevelMixture
+from constmem.neural_processes.low_rank import JointNormal, LowRankHead
 from constmem.neural_processes.points import Scales
 from constmem.neural_processes.regression import Posterior, Regression
 from constmem.neural_processes.transformers import LevelProcess, LevelSettings
@@ -41,7 +42,9 @@ class CMANP(LevelProcess[Any, Any]):
         levels: of pixels from black to white, -0.5 to 0.5. With them it predicts mixtures of `components`
             logistics on these values instead of normals, and can be sure of black: 256 for images of bytes.
         components: how many logistics.
-        normals: of these a prediction is a mixture; of one, as published, if not given.
+        rank: how many random numbers the targets of a task have in common, for joint predictions: a
+            `JointNormal`, trained by the likelihood of all targets together. None as published.
+        normals: how many normals a prediction is a mixture of, at every target by itself; one as published.
         settings: those of `LevelProcess`; `depth` is the number of blocks, and of decoder layers.
 
     Example:
@@ -58,7 +61,14 @@ class CMANP(LevelProcess[Any, Any]):
 
     name: ClassVar[str] = "cmanp"
     decoding: ClassVar[Set[str]] = {"embed_target", "cross", "feed", "head", "recall"}
-    newer: ClassVar[Mapping[str, Any]] = {"moments": 0, "experts": 48, "levels": 0, "components": 10, "normals": 0}
+    newer: ClassVar[Mapping[str, Any]] = {
+        "moments": 0,
+        "experts": 48,
+        "levels": 0,
+        "components": 10,
+        "rank": 0,
+        "normals": 0,
+    }
 
     def __init__(
         self,
@@ -69,6 +79,7 @@ class CMANP(LevelProcess[Any, Any]):
         experts: int = 48,
         levels: int = 0,
         components: int = 10,
+        rank: int = 0,
         normals: int = 0,
         **settings: Unpack[LevelSettings],
     ) -> None:
@@ -88,18 +99,22 @@ class CMANP(LevelProcess[Any, Any]):
                 nn.init.zeros_(part)
             self.head = Corrected(**self._set("dim", "hidden", "std"), dim_y=self.dim_y)
             self.state_type = Product
-        self.levels = levels
+        self.levels, self.rank, self.normals = levels, rank, normals
+        if sum(map(bool, (moments, levels, rank, normals))) > 1:
+            raise ValueError(
+                "moments, levels, rank and normals are kinds of predictions: set one of them, the others 0"
+            )
         if levels:
             self.head = self._level_head(levels, components)
+        if rank:
+            checks.positive("rank", rank)
+            self.head = LowRankHead(**self._set("dim", "hidden", "std"), dim_y=self.dim_y, rank=rank)
         if normals:
-            if moments or levels:
-                raise ValueError("a mixture of normals, moments and levels exclude each other: set one of them")
+            checks.positive("normals", normals)
             self.head = Mixture(**self._set("dim", "hidden"), dim_y=self.dim_y, components=normals)
         self._graphs = Graphs()
 
     def _level_head(self, levels: int, components: int) -> LevelHead:
-        if self.regression is not None:
-            raise ValueError("moments are for smooth functions, levels for pixels: set one of them to 0")
         if levels < 2:
             raise ValueError(
                 f"levels must be 2 or more (256 for images of bytes), or 0 for none, not {levels}"
@@ -116,12 +131,21 @@ class CMANP(LevelProcess[Any, Any]):
             )
         super().set_scales(scales)
 
-    def distribution(self, mean: Tensor, std: Tensor, *log_weight: Tensor) -> Distribution:
+    def distribution(self, mean: Tensor, std: Tensor, *more: Tensor) -> Distribution:
         if self.levels:
-            return LevelMixture(mean, std, *log_weight, levels=self.levels)
-        if self.config["normals"]:
-            return PointMixture(mean, std, *log_weight)
-        return super().distribution(mean, std, *log_weight)
+            return LevelMixture(mean, std, *more, levels=self.levels)
+        if self.normals:
+            return PointMixture(mean, std, *more)
+        return JointNormal(mean, std, *more) if self.rank else super().distribution(mean, std, *more)
+
+    def _loss(self, context: Chunk, targets: Chunk, noise: Tensor) -> Tensor:
+        if not self.rank:
+            return super()._loss(context, targets, noise)
+        x, y, mask = targets
+        memory = self.read(self._condition(slices(*context, 4096)))
+        together = JointNormal(*self._decoded(memory, x, 4096)).joint_log_prob(y, mask).sum()
+        real = max(y.shape[:2].numel(), 1) if mask is None else mask.sum().clamp_min(1)
+        return -together / real
 
     def empty(self, batch: int = 1) -> Any:
         slots = self.stack.empty(batch)

@@ -247,9 +247,7 @@ def _tables(recipe: PointRecipe, device: torch.device) -> Source[Task]:
 
     tests = {"test": fixed(0, 100)}
     statement = "synthetic tables, and what ridge regressions on random features leave of them"
-    return Source(
-        partial(drawn, recipe.batch), fixed(1, 20), tests, statement, _task_loss, _task_score
-    )
+    return Source(partial(drawn, recipe.batch), fixed(1, 20), tests, statement, _task_loss, _task_score)
 
 
 def _images(dataset: str, recipe: PointRecipe, data_dir: Path | None, device: torch.device) -> Source[Task]:
