@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from math import log, pi
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -105,12 +106,16 @@ def table_tasks(batch: int, *, generator: torch.Generator, rows: int = 512, targ
 class _Draws:
     generator: torch.Generator
 
+    @property
+    def _kind(self) -> dict[str, Any]:  # float64: Gram matrices of less are not positive definite
+        return {"device": self.generator.device, "dtype": torch.float64}
+
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
-        made = torch.rand(shape, generator=self.generator, device=self.generator.device)
+        made = torch.rand(shape, generator=self.generator, **self._kind)
         return low + (high - low) * made
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator, device=self.generator.device)
+        return torch.randn(shape, generator=self.generator, **self._kind)
 
     def chance(self, p: float, *shape: int) -> Bool[Tensor, "*b"]:
         return self.uniform(*shape) < p
@@ -122,7 +127,7 @@ class _Draws:
 def _columns(draw: _Draws, b: int, n: int) -> tuple[Float[Tensor, "b n c"], Float[Tensor, "b c"]]:
     """Columns of several kinds, correlated, and how fast the target changes with each."""
     z = draw.normal(b, n, COLUMNS)
-    mixing = torch.eye(COLUMNS, device=z.device) + 0.5 * draw.uniform(b, 1, 1) * draw.normal(
+    mixing = torch.eye(COLUMNS, dtype=z.dtype, device=z.device) + 0.5 * draw.uniform(b, 1, 1) * draw.normal(
         b, COLUMNS, COLUMNS
     )
     z = z @ mixing / mixing.square().sum(1, keepdim=True).sqrt()
@@ -144,14 +149,15 @@ def _waves(draw: _Draws, x: Tensor, rates: Tensor, count: int = 48) -> Float[Ten
     w = draw.normal(x.shape[0], COLUMNS, count) * rates[:, :, None]
     phase = draw.uniform(x.shape[0], 1, count, high=2 * pi)
     weight = draw.normal(x.shape[0], count, 1)
-    return (torch.cos(x @ w + phase) @ weight)[..., 0] * (2 / count) ** 0.5
+    made: Tensor = (torch.cos(x @ w + phase) @ weight)[..., 0] * (2 / count) ** 0.5
+    return made
 
 
 def _trees(draw: _Draws, x: Tensor, rates: Tensor, count: int = 6, depth: int = 3) -> Float[Tensor, "b n"]:
     """A sum of oblivious trees: their levels test columns that matter."""
     b, n, _ = x.shape
-    chance = (rates + 1e-4)[:, None].expand(-1, count * depth, -1).reshape(-1, COLUMNS)
-    column = torch.multinomial(chance, 1, generator=draw.generator).view(b, 1, count * depth)
+    luck = -(-draw.uniform(b, count * depth, COLUMNS, low=1e-6).log() + 1e-6).log()
+    column = ((rates + 1e-4).log()[:, None] + luck).argmax(-1)[:, None]  # as likely as it matters
     place = draw.one_of(n, b, 1, count * depth)
     tested = x.gather(2, column.expand(-1, n, -1))
     passed = (tested > tested.gather(1, place)).view(b, n, count, depth)
@@ -247,12 +253,12 @@ class _Base:
         for k in range(FOLDS):
             used = known * (warm & (fold != k))[..., None]
             factor = _factor(used.mT @ known, strength)
-            weight = torch.cholesky_solve(used.mT @ target, factor)
+            weight = _solved(factor, used.mT @ target)
             before = torch.where((fold == k)[..., None], known @ weight, before)
         left = torch.where(warm[..., None], target - before, 0.0).square().sum((1, 2)) / warm.sum(1)
         sigma = left.sqrt().clamp(min=1e-3)
         factor = _factor(gram, strength)
-        weight = torch.cholesky_solve(cross, factor)
+        weight = _solved(factor, cross)
         noise = (target - known @ weight).square().sum((1, 2)) + strength * weight.square().sum((1, 2))
         noise = (noise / seen.sum(1)).clamp(min=1e-6)
         reach = torch.linalg.solve_triangular(factor, asked.mT, upper=False).square().sum(1)
@@ -262,7 +268,7 @@ class _Base:
 
 def _features(draw: _Draws, x: Tensor, rates: Tensor) -> Float[Tensor, "b n p"]:
     """Waves of three lengths about the right ones, the columns and a constant."""
-    lengths = torch.tensor([0.5, 1.0, 2.0], device=x.device).repeat(FEATURES // 3 + 1)[:FEATURES]
+    lengths = 2.0 ** (torch.arange(FEATURES, device=x.device) % 3 - 1)
     guessed = rates * (0.4 * draw.normal(*rates.shape)).exp()
     w = draw.normal(x.shape[0], COLUMNS, FEATURES) * guessed[:, :, None] * lengths
     waves = torch.cos(x @ w + draw.uniform(x.shape[0], 1, FEATURES, high=2 * pi)) * (2 / FEATURES) ** 0.5
@@ -270,17 +276,22 @@ def _features(draw: _Draws, x: Tensor, rates: Tensor) -> Float[Tensor, "b n p"]:
 
 
 def _factor(gram: Tensor, strength: Tensor) -> Tensor:
-    eye = torch.eye(gram.shape[-1], device=gram.device)
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     return torch.linalg.cholesky_ex(gram + strength[:, None, None] * eye)[0]
+
+
+def _solved(factor: Tensor, right: Tensor) -> Tensor:
+    half = torch.linalg.solve_triangular(factor, right, upper=False)
+    return torch.linalg.solve_triangular(factor.mT, half, upper=True)
 
 
 def _strength(gram: Tensor, cross: Tensor, y: Tensor, rows: Tensor) -> Float[Tensor, " b"]:
     """The ratio of noise and signal with the highest evidence."""
-    best, chosen = None, torch.zeros(len(gram), device=gram.device)
+    best, chosen = None, gram.new_zeros(len(gram))
     p = gram.shape[-1]
     for ratio in LAMBDAS:
         factor = _factor(gram, torch.full_like(chosen, ratio))
-        weight = torch.cholesky_solve(cross, factor)
+        weight = _solved(factor, cross)
         left = (y.square().sum((1, 2)) - (cross * weight).sum((1, 2))).clamp(min=1e-8)
         determinant = 2 * factor.diagonal(dim1=1, dim2=2).clamp(min=1e-12).log().sum(1) - p * log(ratio)
         evidence = -0.5 * (rows * (left / rows).log() + determinant)

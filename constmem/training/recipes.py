@@ -230,7 +230,7 @@ def changed(recipe: R, overrides: Sequence[str], *, steps: int | None = None, ki
 
     Args:
         steps: given a number of steps, the warm-up is no more than a tenth of them, unless it is set too.
-        kind: of the data: "images", "gp", "tables", "table"; settings that such data have no use for are refused.
+        kind: of the data: "images", "gp", "tables", "table"; settings that these have no use for are refused.
     """
     content: dict[str, Any] = asdict(recipe)
     used = [item.name for item in fields(recipe) if kind in item.metadata.get("of", (kind,)) or kind is None]
