@@ -163,14 +163,18 @@ def _trees(draw: _Draws, x: Tensor, rates: Tensor, count: int = 6, depth: int = 
     passed = (tested > tested.gather(1, place)).view(b, n, count, depth)
     leaf = (passed * (2 ** torch.arange(depth, device=x.device))).sum(-1)
     values = draw.normal(b, count, 2**depth)
-    return values[:, None].expand(-1, n, -1, -1).gather(3, leaf[..., None])[..., 0].sum(-1) / count**0.5
+    made: Tensor = (
+        values[:, None].expand(-1, n, -1, -1).gather(3, leaf[..., None])[..., 0].sum(-1) / count**0.5
+    )
+    return made
 
 
 def _network(draw: _Draws, x: Tensor, rates: Tensor, hidden: int = 16) -> Float[Tensor, "b n"]:
     """A small random network."""
     w = draw.normal(x.shape[0], COLUMNS, hidden) * rates[:, :, None]
     h = torch.tanh(1.5 * x @ w + draw.normal(x.shape[0], 1, hidden))
-    return (h @ draw.normal(x.shape[0], hidden, 1))[..., 0] / hidden**0.5
+    made: Tensor = (h @ draw.normal(x.shape[0], hidden, 1))[..., 0] / hidden**0.5
+    return made
 
 
 def _unit(f: Tensor) -> Tensor:
@@ -277,12 +281,14 @@ def _features(draw: _Draws, x: Tensor, rates: Tensor) -> Float[Tensor, "b n p"]:
 
 def _factor(gram: Tensor, strength: Tensor) -> Tensor:
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    return torch.linalg.cholesky_ex(gram + strength[:, None, None] * eye)[0]
+    made: Tensor = torch.linalg.cholesky_ex(gram + strength[:, None, None] * eye)[0]
+    return made
 
 
 def _solved(factor: Tensor, right: Tensor) -> Tensor:
     half = torch.linalg.solve_triangular(factor, right, upper=False)
-    return torch.linalg.solve_triangular(factor.mT, half, upper=True)
+    made: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True)
+    return made
 
 
 def _strength(gram: Tensor, cross: Tensor, y: Tensor, rows: Tensor) -> Float[Tensor, " b"]:

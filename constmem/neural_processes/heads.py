@@ -260,7 +260,8 @@ class PointMixture(SampleMixture):
     """A mixture of k normals whose weights differ from point to point: points are independent."""
 
     def joint_log_prob(self, value: Float[Tensor, "b m y"]) -> Float[Tensor, " b"]:
-        return self.log_prob(value).sum((1, 2))
+        total: Tensor = self.log_prob(value).sum((1, 2))
+        return total
 
     def sample(
         self, sample_shape: Any = (), *, generator: torch.Generator | None = None
@@ -271,7 +272,9 @@ class PointMixture(SampleMixture):
             self.components.stddev.reshape(b * m, 1, k, y),
             self.log_weight.reshape(b * m, 1, k),
         )
-        return flat.sample(sample_shape, generator=generator).unflatten(-3, (b, m)).squeeze(-2)
+        drawn: Tensor = flat.sample(sample_shape, generator=generator)
+        made: Tensor = drawn.unflatten(-3, (b, m))
+        return made.squeeze(-2)
 
 
 def logmeanexp(numbers: Float[Tensor, "*b k"]) -> Float[Tensor, "*b"]:
