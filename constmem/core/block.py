@@ -9,10 +9,11 @@ stack observe does not depend on one another: all of them look at a chunk in one
 
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from constmem.core.checks import positive
+from constmem.core.checks import points, positive
 from constmem.core.layers import (
     MLP,
     CrossAttention,
@@ -153,6 +154,7 @@ class CMAB(nn.Module):
         log_weight: Tensor | None = None,
     ) -> AttentionState:
         """The state of exactly these tokens."""
+        self._check("tokens", tokens)
         return self.stack.observe(tokens, mask, log_weight)
 
     def empty(self, batch: int) -> AttentionState:
@@ -161,7 +163,21 @@ class CMAB(nn.Module):
 
     def read(self, state: AttentionState, latents: Float[Tensor, "b l d"]) -> Float[Tensor, "b l d"]:
         """New latents from a state."""
+        self._check("latents", latents)
+        if state.value.shape != (latents.shape[0], *self.stack.layout):
+            raise ValueError(
+                f"the state has shape {tuple(state.value.shape)}, but this block reads states of "
+                f"{(latents.shape[0], *self.stack.layout)} into {latents.shape[0]} tasks' latents"
+            )
         return self.stack.read(state, latents)[0]
+
+    def _check(self, name: str, given: Tensor) -> None:
+        slots = self.stack.observation.slots
+        points(name, given, slots.shape[-1], device=slots.device)
+        if given.dtype != slots.dtype and not torch.is_autocast_enabled(slots.device.type):
+            raise TypeError(
+                f"{name} are {given.dtype}, but the block is {slots.dtype}: use {name}.to({slots.dtype})"
+            )
 
     def forward(
         self, latents: Float[Tensor, "b l d"], tokens: Float[Tensor, "b n d"], mask: Tensor | None = None,

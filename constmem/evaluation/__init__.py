@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from math import nan, pi, sqrt
+from functools import partial
+from math import isnan, nan, pi, sqrt
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -13,16 +15,23 @@ from constmem.data import Task
 from constmem.evaluation.rows import Scores
 from constmem.neural_processes import NeuralProcess
 from constmem.neural_processes.heads import SampleMixture
+from constmem.neural_processes.levels import LevelMixture, level_log_prob
+from constmem.neural_processes.low_rank import JointNormal
 
 LEVELS = (0.5, 0.8, 0.9, 0.95)
+OWN = ("log_likelihood", "log_likelihood_by_batch")  # NaN only where a model has failed
 AT_ONCE = {"cuda": 2**16}  # points predicted together, where small batches would leave a device idle
 
 
-def evaluate(model: NeuralProcess, tasks: Iterable[Task]) -> Scores:
-    """Score a model on tasks, each conditioned on its context and asked for its targets."""
-    batches: list[Tensor] = []  # per batch: sums of ll, exact ll, squared error, crps, coverage..., counts
+def evaluate(model: NeuralProcess, tasks: Iterable[Task], *, levels: int = 0) -> Scores:
+    """Score a model on tasks, each conditioned on its context and asked for its targets.
+
+    Args:
+        levels: of pixels, how many values there are from black to white: their probabilities are scored, too.
+    """
+    batches: list[Tensor] = []  # per batch: sums of ll's, squared error, crps, coverage..., counts
     for group, whole, dist in _predicted(model, tasks):
-        each = _task_sums(whole, dist).split([task.batch for task in group])
+        each = _task_sums(whole, dist, levels).split([task.batch for task in group])
         batches += [sums.sum(0) for sums in each]
     if not batches:
         raise ValueError("there are no tasks to score a model on")
@@ -32,27 +41,51 @@ def evaluate(model: NeuralProcess, tasks: Iterable[Task]) -> Scores:
         raise ValueError("there are no targets to score a model on: every one is masked out")
     sums = table.sum(0)
     points, values = float(sums[-2]), float(sums[-1])
-    by_batch = (table[:, :2] / table[:, -2:-1]).mean(0)
-    known = bool(sums[1].isfinite())
+    by_batch = (table[:, :4] / table[:, -2:-1]).mean(0).tolist()
+    by_point = [float(total) / points for total in sums[:4]]
+    names = "log_likelihood", "exact", "level_log_likelihood", "joint_log_likelihood"
+    found = dict(zip(names, by_point, strict=True))
+    found |= {f"{name}_by_batch": value for name, value in zip(names, by_batch, strict=True)}
+    known: dict[str, Any] = {name: value for name, value in found.items() if name in OWN or not isnan(value)}
     return Scores(
-        log_likelihood=float(sums[0]) / points,
-        log_likelihood_by_batch=float(by_batch[0]),
-        rmse=sqrt(float(sums[2]) / values),
-        crps=float(sums[3]) / values,
-        coverage={str(level): float(sums[4 + i]) / values for i, level in enumerate(LEVELS)},
+        **known,
+        rmse=sqrt(float(sums[4]) / values),
+        crps=float(sums[5]) / values,
+        coverage={str(level): float(sums[6 + i]) / values for i, level in enumerate(LEVELS)},
         points=int(points),
-        exact=float(sums[1]) / points if known else None,
-        exact_by_batch=float(by_batch[1]) if known else None,
     )
 
 
 def pit_values(model: NeuralProcess, tasks: Iterable[Task]) -> Float[Tensor, " n"]:
-    """F(y) of every target value under its prediction: uniform on [0, 1] for a calibrated model."""
+    """F(y) of every target value under its prediction: uniform on [0, 1] for a calibrated model.
+
+    Of a value that has a probability it is anywhere in the step that F makes there, at random.
+    """
     found = []
     for _, task, dist in _predicted(model, tasks):
-        values = dist.cdf(task.yt)
-        found.append((values if task.mask_t is None else values[task.mask_t]).flatten().cpu())
-    return torch.cat(found)
+        bounds = torch.stack(_bounds(dist, task.yt), -1)
+        found.append((bounds if task.mask_t is None else bounds[task.mask_t]).flatten(0, -2).cpu())
+    below, upto = torch.cat(found).unbind(-1)
+    place = torch.rand(below.shape, generator=torch.Generator().manual_seed(0), dtype=below.dtype)
+    return below + place * (upto - below)
+
+
+def _bounds(dist: Distribution, y: Float[Tensor, "b m y"]) -> tuple[Tensor, Tensor]:
+    """P(Y < y) and P(Y <= y), which only a distribution on levels knows apart."""
+    upto = dist.cdf(y)
+    return (dist.below(y), upto) if isinstance(dist, LevelMixture) else (upto, upto)
+
+
+def _inside(below: Tensor, upto: Tensor, level: float) -> Tensor:
+    """How much of a value is in the central interval of a level: all or nothing, unless F makes a step.
+
+    Of a step it is the share that lies between (1 - level) / 2 and (1 + level) / 2. An interval of levels can
+    hold no less than the whole of its outermost ones: only counted by shares is a calibrated model's coverage
+    the level.
+    """
+    low, high = (1 - level) / 2, (1 + level) / 2
+    step, shared = upto - below, torch.minimum(upto, upto.new_tensor(high)) - below.clamp_min(low)
+    return torch.where(step > 0, shared.clamp_min(0) / step, ((upto >= low) & (upto <= high)).to(upto.dtype))
 
 
 @torch.no_grad()
@@ -84,17 +117,24 @@ def _grouped(tasks: Iterable[Task], most: int) -> Iterator[list[Task]]:
         yield group
 
 
-def _task_sums(task: Task, dist: Distribution) -> Float[Tensor, "b sums"]:
+def _task_sums(task: Task, dist: Distribution, levels: int) -> Float[Tensor, "b sums"]:
     """For each task, sums over its targets."""
     real = torch.ones_like(task.xt[..., 0]) if task.mask_t is None else task.mask_t.float()
     each = real[..., None].expand_as(task.yt).double()
-    off_centre = (dist.cdf(task.yt) - 0.5).abs()
-    inside = [off_centre <= level / 2 for level in LEVELS]
+    inside = map(partial(_inside, *_bounds(dist, task.yt)), LEVELS)
     of_values = [(dist.mean - task.yt) ** 2, crps_of(dist, task.yt), *inside]
     sums = [(each * values).sum((1, 2)) for values in of_values]
     point = task.point_log_likelihood(dist.log_prob(task.yt)).double()
-    exact = point.new_full(point.shape, nan) if task.exact is None else task.exact.double()
-    return torch.stack([point.sum(1), exact.sum(1), *sums, real.double().sum(1), each.sum((1, 2))], 1)
+    unknown = point.new_full(point.shape[:1], nan)
+    exact = unknown if task.exact is None else task.exact.double().sum(1)
+    level = (
+        task.point_log_likelihood(level_log_prob(dist, task.yt, levels)).double().sum(1)
+        if levels
+        else unknown
+    )
+    joint = dist.joint_log_prob(task.yt, task.mask_t) if isinstance(dist, JointNormal) else unknown
+    parts = [point.sum(1), exact, level, joint, *sums, real.double().sum(1), each.sum((1, 2))]
+    return torch.stack(parts, 1)
 
 
 def crps_of(dist: Distribution, y: Float[Tensor, "*b y"]) -> Float[Tensor, "*b y"]:
@@ -103,6 +143,8 @@ def crps_of(dist: Distribution, y: Float[Tensor, "*b y"]) -> Float[Tensor, "*b y
     CRPS = integral of (F(z) - [z >= y])^2 dz = E|X - y| - E|X - X'| / 2, for X, X' drawn from F. Of a
     mixture both are means of E|N(m, s)| over its components, and over pairs of them, by their weights.
     """
+    if isinstance(dist, LevelMixture):
+        return dist.crps(y)
     if isinstance(dist, Normal):
         return _mean_size(y - dist.mean, dist.stddev) - dist.stddev / sqrt(pi)
     if not isinstance(dist, SampleMixture):

@@ -70,6 +70,7 @@ class PointEntry(Entry):
             the published: the unweighted mean over batches.
         by_point: the same as the mean over points.
         rmse, crps, coverage: the others of `Scores` on each test set, coverage of every level.
+        level: log-probability of a grey level, of test sets of pixels where all runs have it.
         exact, exact_by_point: those of the process that the data came from, where it is known.
         peak: bytes that training and evaluation took on a GPU beyond data and weights, the most of all runs.
     """
@@ -79,6 +80,7 @@ class PointEntry(Entry):
     rmse: dict[str, Figure]
     crps: dict[str, Figure]
     coverage: dict[str, dict[str, Figure]]
+    level: dict[str, Figure]
     exact: dict[str, float]
     exact_by_point: dict[str, float]
     peak: dict[str, int]
@@ -121,7 +123,8 @@ def entry_of(rows: Sequence[Row]) -> Entry:
     }  # fmt: skip
 
     def figures(key: str) -> dict[str, Figure]:
-        return {test: Figure.of([getattr(row.scores[test], key) for row in rows]) for test in tests}
+        values = {test: [getattr(row.scores[test], key) for row in rows] for test in tests}
+        return {test: Figure.of(own) for test, own in values.items() if None not in own}
 
     def known(key: str) -> dict[str, float]:
         values = {test: getattr(first.scores[test], key) for test in tests}
@@ -136,6 +139,7 @@ def entry_of(rows: Sequence[Row]) -> Entry:
     return PointEntry(
         **common, by_batch=figures("log_likelihood_by_batch"), by_point=figures("log_likelihood"),
         rmse=figures("rmse"), crps=figures("crps"), coverage=levels,
+        level=figures("level_log_likelihood"),
         exact=known("exact_by_batch"), exact_by_point=known("exact"), peak=_peak(rows),
     )  # fmt: skip
 

@@ -26,10 +26,14 @@ class Scores:
         log_likelihood_by_batch: the reference's figure: the unweighted mean over batches of their means.
         rmse: root mean squared error of the predicted mean.
         crps: continuous ranked probability score, mean over channels.
-        coverage: share of values inside the central interval of each level.
+        coverage: share of values inside the central interval of each level (of grey levels, by share).
         points: how many target points.
         exact, exact_by_batch: the two log-likelihoods of the process that the data came from, where it
             is known: no model exceeds them but by chance.
+        level_log_likelihood, level_log_likelihood_by_batch: of pixels, the same two of the probabilities of
+            grey levels, by which models of densities and of levels compare; a normal's are its integrals.
+        joint_log_likelihood, joint_log_likelihood_by_batch: of all targets of a task together, divided by how
+            many they are, where a model predicts them together.
     """
 
     log_likelihood: float
@@ -40,6 +44,10 @@ class Scores:
     points: int
     exact: float | None = None
     exact_by_batch: float | None = None
+    level_log_likelihood: float | None = None
+    level_log_likelihood_by_batch: float | None = None
+    joint_log_likelihood: float | None = None
+    joint_log_likelihood_by_batch: float | None = None
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,8 @@ OF_EVENTS = (
 )  # fmt: skip
 ABOUT_POINTS = (
     "log-likelihood: nats a point, higher is better; by batch: the paper's mean over batches. RMSE, CRPS: in "
-    "the units of y (of images, white - black = 1). 90 %: how many values lie in central 90 % intervals."
+    "the units of y (of images, white - black = 1). 50 %, 90 %: how many values lie in central intervals. "
+    "grey level: log-probability of a pixel's levels, by which densities and models of levels compare."
 )
 ABOUT_EVENTS = (
     "NLL: nats an event, of its time plus of its mark given the time. gap RMSE: of the predicted mean gap.\n"
@@ -170,7 +171,7 @@ def _scored(model: Any, source: Source[Any], title: str) -> dict[str, Scores | E
             if isinstance(model, PointProcess):
                 found[name] = evaluate_events(model, Events.cat(list(batches())))
             else:
-                found[name] = evaluate(model, batches())
+                found[name] = evaluate(model, batches(), levels=source.levels)
         report(len(found))
     return found
 

@@ -10,7 +10,13 @@ from constmem.data.catalogue import title_of
 from constmem.evaluation.entries import PHASES, SHOWN, Entry, EventEntry, PointEntry, compare, full_name
 from constmem.evaluation.rows import Figure, json_text, read_rows
 
-MORE = ("RMSE", "CRPS", "90 %")  # columns of points that are shown where they are asked for
+MORE = (
+    "RMSE",
+    "CRPS",
+    "50 %",
+    "90 %",
+    "grey level",
+)  # columns of points that are shown where they are asked for
 HEADS = dict(
     zip(
         SHOWN,
@@ -100,9 +106,10 @@ def tabulate(entries: Sequence[Entry], *, scores: bool = False) -> list[Table]:
 
 def other_scores(entry: PointEntry, test: str) -> list[str]:
     """The cells of `MORE` on a test set."""
-    inside = entry.coverage[test].get("0.9")
-    covered = "" if inside is None else inside.text(1, percent=True)
-    return [entry.rmse[test].text(4), entry.crps[test].text(4), covered]
+    inside = [entry.coverage[test].get(level) for level in ("0.5", "0.9")]
+    covered = ["" if share is None else share.text(1, percent=True) for share in inside]
+    level = entry.level[test].text(3) if test in entry.level else ""
+    return [entry.rmse[test].text(4), entry.crps[test].text(4), *covered, level]
 
 
 def _point_table(entries: list[PointEntry], *, scores: bool) -> Table:

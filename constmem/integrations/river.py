@@ -36,6 +36,8 @@ class _River(base.Estimator):
         return hasattr(self.estimator, "learner_")
 
     def _learn(self, x: Mapping[Hashable, Any], y: Any) -> None:
+        if np.ndim(y):
+            raise ValueError(f"y is {y!r}, but river's rows have one target: a number or a class")
         frozen = self._learned and self.estimator.learner_.frozen
         row = {str(name): value for name, value in x.items()}
         if not frozen:

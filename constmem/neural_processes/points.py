@@ -56,12 +56,13 @@ class Scales(nn.Module):
         (True, 1.0)
     """
 
+    x_mean: Tensor
+    x_std: Tensor
+    y_mean: Tensor
+    y_std: Tensor
+
     def __init__(self, *, x_mean: Any, x_std: Any, y_mean: Any, y_std: Any) -> None:
         super().__init__()
-        self.x_mean: Tensor
-        self.x_std: Tensor
-        self.y_mean: Tensor
-        self.y_std: Tensor
         for name, numbers in zip(PARTS, (x_mean, x_std, y_mean, y_std), strict=True):
             tensor = torch.as_tensor(numbers, dtype=torch.float64).detach().clone()
             if tensor.ndim != 1 or not bool(torch.isfinite(tensor).all()):
@@ -69,27 +70,26 @@ class Scales(nn.Module):
             if name.endswith("std") and not bool((tensor > 0).all()):
                 raise ValueError(f"{name} is {tensor.tolist()}, but every deviation must be above 0")
             self.register_buffer(name, tensor)
-        for side in "xy":
-            dims = [getattr(self, f"{side}_{part}").shape[0] for part in ("mean", "std")]
-            if dims[0] != dims[1]:
-                raise ValueError(f"{side}_mean has {dims[0]} channels and {side}_std {dims[1]}: one each")
+        for side, mean, std in (("x", self.x_mean, self.x_std), ("y", self.y_mean, self.y_std)):
+            if len(mean) != len(std):
+                raise ValueError(f"{side}_mean has {len(mean)} channels and {side}_std {len(std)}: one each")
 
     @staticmethod
     def of(x: Float[Tensor, "n x"], y: Float[Tensor, "n y"]) -> "Scales":
         """The scales of these rows: those a model is to be trained on, without the held-out ones."""
         found: dict[str, Tensor] = {}
+        checks.tensors(x=x, y=y)
         for side, rows in (("x", x), ("y", y)):
-            if rows.ndim != 2 or rows.shape[0] < 2:
-                raise ValueError(f"{side} has shape {tuple(rows.shape)}, but (rows, channels) is needed")
+            checks.dense(side, rows)
+            if rows.ndim != 2 or rows.shape[0] < 2 or rows.is_complex() or rows.is_meta:
+                what = f"{rows.dtype} of shape {tuple(rows.shape)} on {rows.device}"
+                raise ValueError(f"{side} is {what}, but real (rows, channels), two or more, are needed")
             wide = rows.double()
-            found[f"{side}_mean"], std = wide.mean(0), wide.std(0, correction=0)
+            found[f"{side}_mean"], found[f"{side}_std"] = wide.mean(0), wide.std(0, correction=0)
             constant = (wide.amax(0) == wide.amin(0)).nonzero().flatten().tolist()
             if constant:
-                raise ValueError(
-                    f"column {constant[0]} of {side} is constant over all {len(rows)} rows: "
-                    "there is nothing to learn from it; leave it out"
-                )
-            found[f"{side}_std"] = std
+                what = f"column {constant[0]} of {side} is constant over all {len(rows)} rows"
+                raise ValueError(f"{what}: there is nothing to learn from it; leave it out")
         return Scales(**found)
 
     @property

@@ -101,6 +101,7 @@ def train(
     with contextlib.ExitStack() as stack:
         took_a_step = stack.enter_context(claimed(out))
         source = open_source(run.dataset, run.recipe, data_dir=data_dir, device=where, own=own)
+        _require_levels(model, source)
         source.prepare(model)
         goes_on = resume and (out / CHECKPOINT).exists()
         if run.recipe.start and not goes_on:
@@ -143,6 +144,18 @@ def train(
                     f"stopped by a signal after step {done}; go on by the same command with --resume"
                 )
     return out
+
+
+def _require_levels(model: Model, source: Source[Any]) -> None:
+    """Refuse a model of grey levels for data that have others, or none."""
+    own = getattr(model, "levels", 0)
+    if own not in (0, source.levels):
+        have = (
+            f"these data have {source.levels}: set model.levels" if source.levels else "these data are none"
+        )
+        raise ValueError(
+            f"the model predicts {own} grey levels of pixels, and {have}; or take a model without"
+        )
 
 
 def _begin_with(model: Model, start: str) -> None:

@@ -13,6 +13,7 @@ from constmem import data
 from constmem.core.progress import counted
 from constmem.data import DATASETS, EventLog, Events, Images, Table, TableTasks, Task
 from constmem.neural_processes import NeuralProcess, Scales
+from constmem.neural_processes.levels import GREY
 from constmem.point_processes import PointProcess
 from constmem.training.recipes import EventRecipe, PointRecipe
 
@@ -33,6 +34,7 @@ class Source(Generic[B]):
         loss: a model's loss of a batch, by the function given (compiled or not); the generator draws.
         score: the summed log-likelihood of a batch, and of how many points or events.
         prepare: what a new model has to know of the training data.
+        levels: of pixels, how many values there are from black to white; 0 of other data.
     """
 
     sample: Callable[[torch.Generator], B]
@@ -42,6 +44,7 @@ class Source(Generic[B]):
     loss: Callable[[Any, Callable[..., Tensor], B, torch.Generator | None], Tensor]
     score: Callable[[Any, B], tuple[float, int]]
     prepare: Callable[[Any], None] = lambda _: None
+    levels: int = 0
 
 
 def open_source(
@@ -254,7 +257,7 @@ def _images(dataset: str, recipe: PointRecipe, data_dir: Path | None, device: to
     for name, classes in known.tests.items():
         test = _loaded(dataset, data_dir, "test", classes)
         tests[name] = fixed(test.to(device), 0)
-    return Source(sample, fixed(validation, 1), tests, images.source, _task_loss, _task_score)
+    return Source(sample, fixed(validation, 1), tests, images.source, _task_loss, _task_score, levels=GREY)
 
 
 def _loaded(dataset: str, data_dir: Path | None, split: str, classes: range | None) -> Images:

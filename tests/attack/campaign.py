@@ -9,7 +9,7 @@ import constmem.core.files as files
 import constmem.streams.stream as stream
 import constmem.tabular.base as tabular
 
-from . import calls, given, kills, limits, packed, pool, runs, shells, stored
+from . import calls, given, kills, limits, packed, parts, pool, runs, shells, stored
 from .pool import Case, Tally
 
 GROUPS: dict[str, tuple[Callable[[], dict[str, Case]], dict[str, tuple[int, int]]]] = {
@@ -27,13 +27,14 @@ GROUPS: dict[str, tuple[Callable[[], dict[str, Case]], dict[str, tuple[int, int]
         "models of points": (80, 5_000), "models of events": (40, 2_500), "states and moments": (100, 5_000),
     }),
     "steps": (shells.kinds, {"calls of streams": (30, 1_500), "calls of estimators": (15, 600)}),
+    "parts": (parts.kinds, {"blocks": (60, 1_500), "scales": (40, 1_000), "rows of river": (20, 500)}),
     "runs and commands": (runs.kinds, {"runs": (30, 1_000), "commands": (12, 200)}),
     "kills": (kills.kinds, {
         "killed streams": (4, 110), "killed estimators": (3, 80), "killed updates": (2, 60),
         "killed training": (1, 30), "killed compiling": (2, 54),
     }),
     "races and limits": (limits.kinds, {
-        "threads on a stream": (3, 60), "threads on an estimator": (2, 40), "little memory": (3, 60),
+        "threads on a stream": (3, 60), "threads on an estimator": (2, 40), "little memory": (6, 60),
         "no threads": (2, 40), "no room": (4, 80),
     }),
 }  # fmt: skip

@@ -115,6 +115,7 @@ def _work(
         cell[:] = CELL.pack(number, right, refused, time.monotonic(), time.process_time())
         place = folder / f"{kind}-{number}"
         place.mkdir()
+        os.chdir(place)  # what a case leaves in its working folder is gone with it
         try:
             outcome = case(random.Random(f"{seed} {kind} {number}"), place)
             right, refused = right + (outcome == "right"), refused + (outcome == "refused")
@@ -127,6 +128,7 @@ def _work(
                 else "".join(traceback.format_exception(error))[-1500:]
             )
             os.write(write, (json.dumps([number, words]) + "\n").encode())
+        os.chdir(folder)
         shutil.rmtree(place, ignore_errors=True)
     cell[:] = CELL.pack(until, right, refused, time.monotonic(), time.process_time())
     os._exit(0)
@@ -173,6 +175,7 @@ def again(cases: Mapping[str, tuple[Case, int]], kind: str, number: int, *, seed
     """One case once more, in this process, to look at it."""
     folder = Path(tempfile.mkdtemp(prefix="attack-", dir=scratch()))
     print(f"in {folder}", file=sys.stderr)
+    os.chdir(folder)
     return cases[kind][0](random.Random(f"{seed} {kind} {number}"), folder)
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from constmem.cli import main
 from constmem.data import Table
+from constmem.evaluation.pictures import plot_runs
 from constmem.evaluation.runs import evaluate_run
 from constmem.training import loop
 from constmem.training.folder import CHECKPOINT, own_data, read_run
@@ -166,6 +167,8 @@ TEMPLATES = (
     "data prepare emnist --source ZIP --data-dir FOLDER",
     "data prepare mooc --source EVENTS --data-dir FOLDER",
     "eval RUN", "fit TABLE --target y --out NEW --forget window:16 --size 24", "--version", "table",
+    "plot RUN", "plot RUN --out NEW",
+    "train TABLE cnp --x a --y y --group - --steps 2 --out NEW --set batch=256 --set model.dim=8",
 )  # fmt: skip
 ODD_WORDS = (
     "",
@@ -208,7 +211,7 @@ def commands(draw: random.Random, folder: Path) -> str:
         words[draw.randrange(len(words))] = draw.choice(ODD_WORDS)
     found = attempt(lambda: command(words))
     require(not isinstance(found, Refused), f"constmem {' '.join(words)}: ended with {found!r}")
-    code, _, err = found
+    code, out, err = found
     require(code in (0, 1, 2), f"constmem {' '.join(words)}: exit code {code}")
     require(
         code == 0 or (bool(err.strip()) and "Traceback" not in err),
@@ -216,8 +219,22 @@ def commands(draw: random.Random, folder: Path) -> str:
     )
     sure = words[0] not in ("table", "eval")  # which need a run that is done, and scored
     require(not (code and sure and not odd and hurt is None), f"constmem {' '.join(words)}: {err[-300:]!r}")
+    if code == 0 and not odd and words[0] in ("plot", "train"):
+        _made(words, out)
     require(len(err) < 6000, f"constmem {' '.join(words)}: {len(err)} letters of error")
     return REFUSED if code else RIGHT
+
+
+def _made(words: list[str], out: str) -> None:
+    """Require what a command says that it has made: every picture, or a run of as many steps as asked for."""
+    if words[0] == "plot":
+        made = [Path(line) for line in out.split()]
+        require(len(made) > 1 and all(p.read_bytes().startswith(b"\x89PNG") for p in made), f"drew {made}")
+        return
+    step, weights, best, _ = held(Path(words[words.index("--out") + 1]))
+    require(step == 2, f"trained {step} steps instead of 2")
+    numbers = [t for t in (*weights.values(), *best.values()) if t.is_floating_point()]
+    require(all(bool(t.isfinite().all()) for t in numbers), "trained weights that are not finite")
 
 
 def kinds() -> dict[str, Case]:
@@ -228,4 +245,5 @@ def kinds() -> dict[str, Case]:
         for name, content in halfway().items():
             (Path(folder) / name).write_bytes(content)
         evaluate_run(Path(folder), data_dir=None, device="cpu")
+        plot_runs([Path(folder)])
     return {"runs": resumed, "commands": commands}

@@ -1,6 +1,7 @@
 """The attack's short form, and lines broken on purpose, which it must notice."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def attacked(tmp_path: Path, *words: str) -> dict[str, Any]:
-    """What came of an attack in a process of its own, by kind."""
-    out = tmp_path / "rows.json"
+    """What came of an attack in a process of its own, by kind; it leaves its working folder as it was."""
+    out, work = tmp_path / "rows.json", tmp_path / "work"
+    work.mkdir()
     command = [sys.executable, "-m", "tests.attack", *words, "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, cwd=work, env=paths, capture_output=True, text=True, check=False)
     assert out.exists(), done.stderr[-3000:]
+    assert not list(work.iterdir())
     return {row["kind"]: row for row in json.loads(out.read_text())["rows"]}
 
 
@@ -25,7 +29,7 @@ def test_all_holds_in_the_short_form(tmp_path: Path) -> None:
     assert not [words for row in found.values() for words in row["findings"]]
     assert sum(row["tried"] for row in found.values()) > 1000
     assert all(row["right"] + row["refused"] == row["tried"] > 0 for row in found.values())
-    for kind in ("states", "models", "tables", "models of points", "commands"):
+    for kind in ("states", "models", "tables", "models of points", "blocks", "commands", "little memory"):
         assert found[kind]["right"], f"nothing of {kind} was ever accepted: nothing was compared"
         assert found[kind]["refused"], f"nothing of {kind} was ever refused"
 

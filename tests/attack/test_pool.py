@@ -1,6 +1,7 @@
 """The watchdog itself: a crash, a hang and a wrong answer are findings, and the other cases go on."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.attack.verdict import Finding
 
 def case(draw, folder):
     number = int(folder.name.rpartition("-")[2])
+    open("left", "w").close()
     if number == 3:
         os.kill(os.getpid(), signal.SIGSEGV)
     if number == 5:
@@ -43,23 +45,25 @@ print(json.dumps(killed(draw, lambda report: (report(7), time.sleep(600), report
 """
 
 
-def printed(code: str) -> Any:
+def printed(code: str, folder: Path) -> Any:
     """What a program prints, run in a process of its own: it forks."""
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    paths = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=folder, env=paths, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 
-def test_a_crash_a_hang_and_a_wrong_answer_are_observations_and_the_rest_goes_on() -> None:
-    tried, right, refused, findings = printed(CASES)
+def test_a_crash_a_hang_and_a_wrong_answer_are_observations_and_the_rest_goes_on(tmp_path: Path) -> None:
+    tried, right, refused, findings = printed(CASES, tmp_path)
     assert (tried, right, refused) == (20, 6, 10)
     assert [words.split(":")[0] for words in findings] == ["some 3", "some 5", "some 7", "some 9"]
     for words, sign in zip(findings, ("status 11", "still busy", "wrong", "MemoryError"), strict=True):
         assert sign in words
+    assert not list(tmp_path.iterdir()), "a case has left a file in the working folder"
 
 
-def test_a_process_is_killed_and_what_it_acknowledged_before_is_known() -> None:
-    assert printed(KILL) == [7]
+def test_a_process_is_killed_and_what_it_acknowledged_before_is_known(tmp_path: Path) -> None:
+    assert printed(KILL, tmp_path) == [7]
 
 
 def test_errors_that_users_are_promised_are_known_from_others() -> None:

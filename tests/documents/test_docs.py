@@ -6,6 +6,7 @@ import importlib.util
 import json
 import pkgutil
 import re
+import subprocess
 from dataclasses import asdict
 from pathlib import Path
 
@@ -84,6 +85,16 @@ def test_files_the_pages_point_to_exist() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} points to {target}"
+
+
+@pytest.mark.skipif(
+    not (ROOT / ".git").exists(), reason="this is no git checkout: what is tracked is unknown"
+)
+def test_the_root_of_the_repository_has_at_most_fourteen_entries() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    entries = {line.partition("/")[0] for line in listed.splitlines()}
+    assert "pyproject.toml" in entries
+    assert len(entries) <= 14, sorted(entries)
 
 
 def test_public_names_are_sorted_and_documented() -> None:
