@@ -1,0 +1,1 @@
+"""Models behind an address: the page that learns in the browser."""
