@@ -206,7 +206,7 @@ def forecast(
 
     constmem forecast runs/visits-cmhp-0 visits.csv --out next.csv
     """
-    from constmem.evaluation.forecasts import forecast_file
+    from constmem.evaluation import forecast_file
 
     columns = {"user": user, "mark": mark, "time": time}
     with counted(f"forecasting {events}") as report:
