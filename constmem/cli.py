@@ -9,7 +9,6 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from constmem import __version__
-from constmem.core.progress import counted
 from constmem.core.registry import EVENTS, POINTS, with_variants
 from constmem.data import catalogue
 from constmem.tabular import command_line
@@ -206,6 +205,7 @@ def forecast(
 
     constmem forecast runs/visits-cmhp-0 visits.csv --out next.csv
     """
+    from constmem.core.costs import counted
     from constmem.evaluation import forecast_file
 
     columns = {"user": user, "mark": mark, "time": time}
@@ -250,6 +250,7 @@ def prepare(
     What differs from the official data, in number or checksum, is on lines that begin with warning:.
     """
     from constmem import data
+    from constmem.core.costs import counted
 
     with counted(f"preparing {what}") as progress:
         how: dict[str, Any] = {"partition": partition, "name": name, "unit": unit, "replace": replace}

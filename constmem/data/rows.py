@@ -1,12 +1,15 @@
-"""The rows of CSV and Parquet files, of cells of text; of events: whose, of what kind, and when."""
+"""The rows of CSV and Parquet files, read and written; of events: whose, of what kind, and when."""
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+from uuid import uuid4
+
+from numpy.typing import NDArray
 
 from constmem.core.checks import known
 from constmem.data.catalogue import SECONDS
@@ -107,6 +110,84 @@ def _text(cell: Any) -> str:
     if cell is None:
         return ""
     return cell.isoformat() if isinstance(cell, datetime) else str(cell).strip()
+
+
+# Writing
+
+
+class Writer(Protocol):
+    """Writes rows (lists of text, or a batch of pyarrow), with more columns beside them."""
+
+    def __call__(self, rows: Any, more: Mapping[str, NDArray[Any]]) -> None: ...
+
+
+def free(path: Path, *, replace: bool) -> None:
+    """Refuse to write over a file."""
+    if path.exists() and not replace:
+        raise FileExistsError(f"{path} exists already: take another --out, or give --replace")
+
+
+@contextmanager
+def writing(path: Path, names: Iterable[str]) -> Iterator[Writer]:
+    """Write a CSV or Parquet file under a temporary name, which is its own only when all went well."""
+    if path.suffix.lower() not in (".csv", ".tsv", ".parquet"):
+        raise ValueError(f"{path}: tables are written to .csv, .tsv and .parquet files")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
+    kind = _parquet_writer if path.suffix.lower() == ".parquet" else _csv_writer
+    try:
+        with kind(temporary, list(names), "\t" if path.suffix.lower() == ".tsv" else ",") as write:
+            yield write
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _csv_writer(path: Path, names: list[str], delimiter: str) -> Iterator[Writer]:
+    with path.open("x", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, delimiter=delimiter)
+        began = False
+
+        def write(rows: Any, more: Mapping[str, NDArray[Any]]) -> None:
+            nonlocal began
+            if not began:
+                writer.writerow([*names, *more])
+                began = True
+            if not isinstance(rows, list):
+                rows = [["" if v is None else v for v in row.values()] for row in rows.to_pylist()]
+            columns = (column.tolist() for column in more.values())
+            writer.writerows(
+                [*row, *added] for row, added in zip(rows, zip(*columns, strict=True), strict=True)
+            )
+
+        yield write
+
+
+@contextmanager
+def _parquet_writer(path: Path, names: list[str], _: str) -> Iterator[Writer]:
+    with parquet_errors(path):
+        import pyarrow
+        from pyarrow import parquet
+    writer: Any = None
+
+    def write(rows: Any, more: Mapping[str, NDArray[Any]]) -> None:
+        nonlocal writer
+        if isinstance(rows, list):
+            columns = [list(column) for column in zip(*rows, strict=True)]
+            table = pyarrow.table(dict(zip(names, columns, strict=True)))
+        else:
+            table = pyarrow.Table.from_batches([rows])
+        for name, column in more.items():
+            table = table.append_column(name, pyarrow.array(column.tolist()))
+        writer = writer or parquet.ParquetWriter(path, table.schema)
+        writer.write_table(table)
+
+    try:
+        yield write
+    finally:
+        if writer is not None:
+            writer.close()
 
 
 # Events

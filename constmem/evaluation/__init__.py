@@ -20,14 +20,12 @@ from constmem.core.registry import of_events
 from constmem.data import EventLog, Events, Task
 from constmem.data.catalogue import SECONDS
 from constmem.data.event_files import labelled_sequences
-from constmem.data.rows import NONE
+from constmem.data.rows import NONE, free, writing
 from constmem.evaluation.rows import Scores
 from constmem.neural_processes import NeuralProcess
 from constmem.neural_processes.heads import SampleMixture
 from constmem.neural_processes.levels import LevelMixture, level_log_prob
 from constmem.point_processes import PointProcess
-from constmem.tabular.files import Chunk
-from constmem.tabular.writing import free, writing
 from constmem.training.folder import own_data, read_run
 
 LEVELS = (0.5, 0.8, 0.9, 0.95)
@@ -265,7 +263,7 @@ def forecast_file(
             found = next_events(model, part, ahead=ahead, samples=samples, generator=generator)
             whose = read.users[start : start + step]
             rows = [([] if user == NONE else [name]) + [str(i + 1)] for name in whose for i in range(ahead)]
-            write(Chunk({}, start, 0, rows), _columns(found, labels, mark, time, clock))
+            write(rows, _columns(found, labels, mark, time, clock))
             report(min(start + step, len(events)), len(events))
     return len(events), read.unknown
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from constmem.core.progress import progress
+from constmem.core.costs import progress
 from constmem.data import POWER_PLANT, image_points, load_images, power_plant
 from constmem.evaluation.pictures import completions
 from constmem.neural_processes import CMANP

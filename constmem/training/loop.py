@@ -17,9 +17,8 @@ from torch import Tensor
 from constmem import neural_processes, point_processes
 from constmem.core import checks, registry
 from constmem.core.checks import known
-from constmem.core.memory import Peak
+from constmem.core.costs import Peak, progress
 from constmem.core.model import Model
-from constmem.core.progress import progress
 from constmem.data import EventLog, Table
 from constmem.neural_processes import Scales
 from constmem.neural_processes.points import PointModel
