@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from math import exp, nan, pi, sqrt
+from math import exp, isnan, nan, pi, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ from constmem.evaluation.rows import Scores
 from constmem.neural_processes import NeuralProcess
 from constmem.neural_processes.heads import SampleMixture
 from constmem.neural_processes.levels import LevelMixture, level_log_prob
+from constmem.neural_processes.low_rank import JointNormal
 from constmem.point_processes import PointProcess
 from constmem.training.folder import own_data, read_run
 
 LEVELS = (0.5, 0.8, 0.9, 0.95)
+OWN = ("log_likelihood", "log_likelihood_by_batch")  # NaN only where a model has failed
 AT_ONCE = {"cuda": 2**16}  # points predicted together, where small batches would leave a device idle
 
 
@@ -38,9 +40,7 @@ def evaluate(model: NeuralProcess, tasks: Iterable[Task], *, levels: int = 0) ->
     Args:
         levels: of pixels, how many values there are from black to white: their probabilities are scored, too.
     """
-    batches: list[
-        Tensor
-    ] = []  # per batch: sums of ll's (own, exact, level's), error, crps, coverage..., counts
+    batches: list[Tensor] = []  # per batch: sums of ll's, squared error, crps, coverage..., counts
     for group, whole, dist in _predicted(model, tasks):
         each = _task_sums(whole, dist, levels).split([task.batch for task in group])
         batches += [sums.sum(0) for sums in each]
@@ -52,19 +52,18 @@ def evaluate(model: NeuralProcess, tasks: Iterable[Task], *, levels: int = 0) ->
         raise ValueError("there are no targets to score a model on: every one is masked out")
     sums = table.sum(0)
     points, values = float(sums[-2]), float(sums[-1])
-    by_batch = (table[:, :3] / table[:, -2:-1]).mean(0)
-    known = bool(sums[1].isfinite())
+    by_batch = (table[:, :4] / table[:, -2:-1]).mean(0).tolist()
+    by_point = [float(total) / points for total in sums[:4]]
+    names = "log_likelihood", "exact", "level_log_likelihood", "joint_log_likelihood"
+    found = dict(zip(names, by_point, strict=True))
+    found |= {f"{name}_by_batch": value for name, value in zip(names, by_batch, strict=True)}
+    known: dict[str, Any] = {name: value for name, value in found.items() if name in OWN or not isnan(value)}
     return Scores(
-        log_likelihood=float(sums[0]) / points,
-        log_likelihood_by_batch=float(by_batch[0]),
-        rmse=sqrt(float(sums[3]) / values),
-        crps=float(sums[4]) / values,
-        coverage={str(level): float(sums[5 + i]) / values for i, level in enumerate(LEVELS)},
+        **known,
+        rmse=sqrt(float(sums[4]) / values),
+        crps=float(sums[5]) / values,
+        coverage={str(level): float(sums[6 + i]) / values for i, level in enumerate(LEVELS)},
         points=int(points),
-        exact=float(sums[1]) / points if known else None,
-        exact_by_batch=float(by_batch[1]) if known else None,
-        level_log_likelihood=float(sums[2]) / points if levels else None,
-        level_log_likelihood_by_batch=float(by_batch[2]) if levels else None,
     )
 
 
@@ -137,12 +136,16 @@ def _task_sums(task: Task, dist: Distribution, levels: int) -> Float[Tensor, "b 
     of_values = [(dist.mean - task.yt) ** 2, crps_of(dist, task.yt), *inside]
     sums = [(each * values).sum((1, 2)) for values in of_values]
     point = task.point_log_likelihood(dist.log_prob(task.yt)).double()
-    exact = point.new_full(point.shape, nan) if task.exact is None else task.exact.double()
-    level = level_log_prob(dist, task.yt, levels).double() if levels else torch.zeros_like(point)
-    level = task.point_log_likelihood(level[..., None])
-    return torch.stack(
-        [point.sum(1), exact.sum(1), level.sum(1), *sums, real.double().sum(1), each.sum((1, 2))], 1
+    unknown = point.new_full(point.shape[:1], nan)
+    exact = unknown if task.exact is None else task.exact.double().sum(1)
+    level = (
+        task.point_log_likelihood(level_log_prob(dist, task.yt, levels)).double().sum(1)
+        if levels
+        else unknown
     )
+    joint = dist.joint_log_prob(task.yt, task.mask_t) if isinstance(dist, JointNormal) else unknown
+    parts = [point.sum(1), exact, level, joint, *sums, real.double().sum(1), each.sum((1, 2))]
+    return torch.stack(parts, 1)
 
 
 def crps_of(dist: Distribution, y: Float[Tensor, "*b y"]) -> Float[Tensor, "*b y"]:

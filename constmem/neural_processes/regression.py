@@ -207,7 +207,7 @@ class Regression(nn.Module):
         noise = (2 * self.log_noise.double()).exp()  # (k,)
         outer = scale[:, :, None] * scale[:, None]
         eye = torch.eye(scale.shape[-1], dtype=scale.dtype, device=scale.device)
-        inverse, log_det = _Inverse.apply(eye + moments.gram[:, None] * (outer / noise[:, None, None]))  # type: ignore[no-untyped-call]
+        inverse, log_det = Inverse.apply(eye + moments.gram[:, None] * (outer / noise[:, None, None]))  # type: ignore[no-untyped-call]
         covariance = outer * inverse
         weights = covariance @ (moments.cross[:, None] / noise[:, None, None])
         left = moments.square[:, None] - (moments.cross[:, None] * weights).sum(-2)  # (b, k, y)
@@ -238,7 +238,7 @@ def _spread(bounds: tuple[float, float], places: Tensor) -> Tensor:
     return low * (high / low) ** places
 
 
-class _Inverse(torch.autograd.Function):
+class Inverse(torch.autograd.Function):
     """Inverse and log-determinant of positive definite matrices, with the gradient of both by two products.
 
     Nothing asks a GPU whether it worked: the identity is part of every matrix that is inverted here.

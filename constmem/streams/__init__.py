@@ -1,15 +1,19 @@
 """Streams of points and events, one or many; rows of many keys as padded batches of one key a line."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from constmem import kernels
 from constmem.core import checks
-from constmem.neural_processes import NeuralProcess
+from constmem.neural_processes import CMANP, NeuralProcess
 from constmem.point_processes import PointProcess
+
+SMALL = 2**16  # bytes of a state of which a batch is updated at once, even where only one of them is wanted
 
 AnyModel = NeuralProcess[Any, Any] | PointProcess[Any]
 
@@ -95,3 +99,49 @@ def rows_of(model: AnyModel, x: Any, y: Any) -> tuple[Tensor, Any]:
     if len(rows[0]) != len(rows[1]):
         raise ValueError(f"x has {len(rows[0])} rows, but y {len(rows[1])}: they must be the same")
     return rows[0], rows[1]
+
+
+def one_by_one(model: AnyModel, state: Any, places: NDArray[np.int64], x: Tensor, y: Tensor | None) -> Any:
+    """A batch of states with more rows, each taken by itself, in order: `places` says whose each is.
+
+    The first rows of all streams are taken together, then the second ones, always in batches of one size. So
+    every bit of a state depends on the rows of its own stream alone, on one machine: not on which calls they
+    came in, nor on what came for other streams beside them.
+    """
+    table = {name: t.clone(memory_format=torch.contiguous_format) for name, t in state.tensors().items()}
+    tile = 32 if state.nbytes <= SMALL * state.batch else 1
+    alike = _row_by_row(model)
+    signature = state.fingerprint
+    with torch.no_grad(), model._look():
+        for rows in _rounds(places):
+            for start in range(0, len(rows), tile):
+                some = rows[start : start + tile]
+                padded = some if alike else np.resize(some, tile)
+                at, line = (torch.from_numpy(i).to(x.device) for i in (places[padded], padded))
+                part: Any = model.state_type._made({name: t[at] for name, t in table.items()}, signature)
+                given: Any = x[line, None], None if y is None else y[line, None]
+                made: Any = model.update(part, *given)
+                signature = made.fingerprint
+                for name, t in made.tensors().items():
+                    table[name][at[: len(some)]] = t[: len(some)]
+    return model.state_type._made(table, signature)
+
+
+def _rounds(places: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Rows such that no stream is in one round twice, and those of each stream come in their order."""
+    order = np.argsort(places, kind="stable")
+    ordered = places[order]
+    first = np.flatnonzero(np.diff(ordered, prepend=-1))
+    rank = np.arange(len(places)) - np.repeat(first, np.diff(first, append=len(places)))
+    by_rank = np.argsort(rank, kind="stable")
+    yield from np.split(order[by_rank], np.cumsum(np.bincount(rank))[:-1])
+
+
+def _row_by_row(model: AnyModel) -> bool:
+    """Whether a batch of any size is computed row by row anyway, as machine code does."""
+    return (
+        isinstance(model, CMANP)
+        and model.regression is None
+        and model.device.type == "cpu"
+        and kernels.chunk(model.dtype, model.device) is not None
+    )
