@@ -50,6 +50,7 @@ _CMANP: dict[str, dict[str, Any]] = {
     "matched": {"depth": 3, "hidden": 160},  # as many parameters as LBANP, within one in a hundred
     "moments": {"moments": 128},  # and Bayesian linear regressions from them: for smooth functions
     "calibrated": {"levels": 256},  # grey levels instead of densities: for images
+    "joint": {"rank": 32},  # targets that belong together: for samples of functions and images
 }  # fmt: skip
 
 MODELS = {  # in the order of tables

@@ -32,6 +32,8 @@ class Scores:
             is known: no model exceeds them but by chance.
         level_log_likelihood, level_log_likelihood_by_batch: of pixels, the same two of the probabilities of
             grey levels, by which models of densities and of levels compare; a normal's are its integrals.
+        joint_log_likelihood, joint_log_likelihood_by_batch: of all targets of a task together, divided by how
+            many they are, where a model predicts them together.
     """
 
     log_likelihood: float
@@ -44,6 +46,8 @@ class Scores:
     exact_by_batch: float | None = None
     level_log_likelihood: float | None = None
     level_log_likelihood_by_batch: float | None = None
+    joint_log_likelihood: float | None = None
+    joint_log_likelihood_by_batch: float | None = None
 
 
 @dataclass(frozen=True)

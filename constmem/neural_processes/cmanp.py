@@ -12,17 +12,17 @@ from torch.utils.checkpoint import checkpoint
 
 from constmem.core import checks
 from constmem.core.block import CMABStack
-from constmem.core.fold import Chunk, fold, fused_fold
+from constmem.core.fold import Chunk, fold, fused_fold, slices
 from constmem.core.layers import MLP, keep_variance, on_gpu
 from constmem.core.model import listed
 from constmem.core.moments import Moments
 from constmem.core.observation import Observation
-from constmem.core.product import Product
 from constmem.kernels import Graphs
 from constmem.neural_processes.heads import Corrected, through_levels
 from constmem.neural_processes.levels import LevelHead, LevelMixture
+from constmem.neural_processes.low_rank import JointNormal, LowRankHead
 from constmem.neural_processes.points import Scales
-from constmem.neural_processes.regression import Posterior, Regression
+from constmem.neural_processes.regression import Posterior, Product, Regression
 from constmem.neural_processes.transformers import LevelProcess, LevelSettings
 
 
@@ -41,6 +41,8 @@ class CMANP(LevelProcess[Any, Any]):
         levels: of pixels from black to white, -0.5 to 0.5. With them it predicts mixtures of `components`
             logistics on these values instead of normals, and can be sure of black: 256 for images of bytes.
         components: how many logistics.
+        rank: how many random numbers the targets of a task have in common, for joint predictions: a
+            `JointNormal`, trained by the likelihood of all targets together. None as published.
         settings: those of `LevelProcess`; `depth` is the number of blocks, and of decoder layers.
 
     Example:
@@ -57,7 +59,13 @@ class CMANP(LevelProcess[Any, Any]):
 
     name: ClassVar[str] = "cmanp"
     decoding: ClassVar[Set[str]] = {"embed_target", "cross", "feed", "head", "recall"}
-    newer: ClassVar[Mapping[str, Any]] = {"moments": 0, "experts": 48, "levels": 0, "components": 10}
+    newer: ClassVar[Mapping[str, Any]] = {
+        "moments": 0,
+        "experts": 48,
+        "levels": 0,
+        "components": 10,
+        "rank": 0,
+    }
 
     def __init__(
         self,
@@ -68,6 +76,7 @@ class CMANP(LevelProcess[Any, Any]):
         experts: int = 48,
         levels: int = 0,
         components: int = 10,
+        rank: int = 0,
         **settings: Unpack[LevelSettings],
     ) -> None:
         super().__init__(**settings)
@@ -86,14 +95,19 @@ class CMANP(LevelProcess[Any, Any]):
                 nn.init.zeros_(part)
             self.head = Corrected(**self._set("dim", "hidden", "std"), dim_y=self.dim_y)
             self.state_type = Product
-        self.levels = levels
+        self.levels, self.rank = levels, rank
+        if sum(map(bool, (moments, levels, rank))) > 1:
+            raise ValueError(
+                "moments, levels and rank are three kinds of predictions: set one of them, others 0"
+            )
         if levels:
             self.head = self._level_head(levels, components)
+        if rank:
+            checks.positive("rank", rank)
+            self.head = LowRankHead(**self._set("dim", "hidden", "std"), dim_y=self.dim_y, rank=rank)
         self._graphs = Graphs()
 
     def _level_head(self, levels: int, components: int) -> LevelHead:
-        if self.regression is not None:
-            raise ValueError("moments are for smooth functions, levels for pixels: set one of them to 0")
         if levels < 2:
             raise ValueError(
                 f"levels must be 2 or more (256 for images of bytes), or 0 for none, not {levels}"
@@ -110,10 +124,19 @@ class CMANP(LevelProcess[Any, Any]):
             )
         super().set_scales(scales)
 
-    def distribution(self, mean: Tensor, std: Tensor, *log_weight: Tensor) -> Distribution:
+    def distribution(self, mean: Tensor, std: Tensor, *more: Tensor) -> Distribution:
         if self.levels:
-            return LevelMixture(mean, std, *log_weight, levels=self.levels)
-        return super().distribution(mean, std, *log_weight)
+            return LevelMixture(mean, std, *more, levels=self.levels)
+        return JointNormal(mean, std, *more) if self.rank else super().distribution(mean, std, *more)
+
+    def _loss(self, context: Chunk, targets: Chunk, noise: Tensor) -> Tensor:
+        if not self.rank:
+            return super()._loss(context, targets, noise)
+        x, y, mask = targets
+        memory = self.read(self._condition(slices(*context, 4096)))
+        together = JointNormal(*self._decoded(memory, x, 4096)).joint_log_prob(y, mask).sum()
+        real = max(y.shape[:2].numel(), 1) if mask is None else mask.sum().clamp_min(1)
+        return -together / real
 
     def empty(self, batch: int = 1) -> Any:
         slots = self.stack.empty(batch)

@@ -50,6 +50,20 @@ class Gaussian(nn.Module):
         return mean, std_of(raw, self.std)
 
 
+class PreciseHead(nn.Module):
+    """What a head of many numbers begins with, always in full precision: half would round what it says."""
+
+    def __init__(self, *, dim: int, hidden: int, dim_out: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.predictor = MLP(dim_in=dim, dim_hidden=hidden, dim_out=dim_out, depth=2)
+
+    def raw(self, tokens: Float[Tensor, "b m d"]) -> Float[Tensor, "b m o"]:
+        """All numbers, as yet without bounds."""
+        with torch.autocast(tokens.device.type, enabled=False):
+            return self.predictor(self.norm(tokens.to(self.norm.weight.dtype)))  # type: ignore[no-any-return]
+
+
 class PointDecoder(nn.Module):
     """An MLP from a target's x and what was encoded to mean and standard deviation."""
 

@@ -18,6 +18,7 @@ from constmem.core import checks
 from constmem.neural_processes.base import NeuralProcess
 from constmem.neural_processes.heads import SampleMixture
 from constmem.neural_processes.levels import LevelMixture
+from constmem.neural_processes.low_rank import JointNormal
 from constmem.neural_processes.points import S
 
 
@@ -37,7 +38,7 @@ def sample_jointly(
         state: of what is known; it stays as it is.
         xt: the targets, drawn in this order.
         block: how many targets are drawn at a time, each block given all before it. Within a block they are
-            independent, or share one sample of the model's latent where it has one.
+            independent, or share one sample of the model's latent or low rank where it has one.
         generator: PyTorch's own if None.
 
     Example:
@@ -85,14 +86,14 @@ def joint_log_prob(
 
 
 def _draw(predicted: Distribution, generator: torch.Generator | None) -> Float[Tensor, "b m y"]:
-    if isinstance(predicted, SampleMixture | LevelMixture):
+    if isinstance(predicted, SampleMixture | LevelMixture | JointNormal):
         return predicted.sample(generator=generator)
     mean, std = predicted.mean, predicted.stddev
     return mean + std * torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
 
 
 def _log_prob(predicted: Distribution, y: Float[Tensor, "b m y"]) -> Float[Tensor, " b"]:
-    if isinstance(predicted, SampleMixture):  # one component for the whole block
+    if isinstance(predicted, SampleMixture | JointNormal):  # one component, or draw, for the whole block
         return predicted.joint_log_prob(y)
     out: Tensor = predicted.log_prob(y).sum((1, 2))
     return out

@@ -5,12 +5,11 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions import Distribution, Normal, constraints
 from torch.distributions.utils import lazy_property
 
-from constmem.core.layers import MLP
-from constmem.neural_processes.heads import SampleMixture
+from constmem.neural_processes.heads import PreciseHead, SampleMixture
 
 LOW, HIGH = -0.5, 0.5  # black and white
 GREY = 256  # levels of an image of bytes
@@ -23,11 +22,10 @@ def level_of(value: Float[Tensor, "*b"], levels: int) -> Int64[Tensor, "*b"]:
     return place.round().clamp(0, levels - 1).long()
 
 
-class LevelHead(nn.Module):
+class LevelHead(PreciseHead):
     """Mixtures of k logistics for every point: an MLP gives locations, scales and weights.
 
-    They begin spread out from black to white, wide enough to overlap. Always in full precision: a
-    location in half precision would be off by a quarter of a level.
+    They begin spread out from black to white, wide enough to overlap.
 
     Args:
         components: k.
@@ -35,22 +33,18 @@ class LevelHead(nn.Module):
     """
 
     def __init__(self, *, dim: int, hidden: int, dim_y: int, components: int, levels: int) -> None:
-        super().__init__()
+        super().__init__(dim=dim, hidden=hidden, dim_out=components * (2 * dim_y + 1))
         self.components, self.least = components, SHARPEST * (HIGH - LOW) / (levels - 1)
-        self.norm = nn.LayerNorm(dim)
-        self.predictor = MLP(dim_in=dim, dim_hidden=hidden, dim_out=components * (2 * dim_y + 1), depth=2)
 
     def forward(
         self, tokens: Float[Tensor, "b m d"]
     ) -> tuple[Float[Tensor, "b m k y"], Float[Tensor, "b m k y"], Float[Tensor, "b m k"]]:
         """Location, scale and logarithm of the weight of each component."""
-        with torch.autocast(tokens.device.type, enabled=False):
-            raw = self.predictor(self.norm(tokens.to(self.norm.weight.dtype)))
-            raw = raw.unflatten(-1, (self.components, -1))
-            shift, wide = raw[..., 1:].chunk(2, -1)
-            spread = torch.linspace(LOW, HIGH, self.components, dtype=raw.dtype, device=raw.device)
-            scale = self.least + 2 * START * F.softplus(wide)
-            return spread[:, None] + 4 * START * shift, scale, raw[..., 0].log_softmax(-1)
+        raw = self.raw(tokens).unflatten(-1, (self.components, -1))
+        shift, wide = raw[..., 1:].chunk(2, -1)
+        spread = torch.linspace(LOW, HIGH, self.components, dtype=raw.dtype, device=raw.device)
+        scale = self.least + 2 * START * F.softplus(wide)
+        return spread[:, None] + 4 * START * shift, scale, raw[..., 0].log_softmax(-1)
 
 
 class LevelMixture(Distribution):

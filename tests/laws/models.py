@@ -11,13 +11,14 @@ from constmem.core.registry import CNP_FAMILY, PLAIN_CMHP
 from constmem.neural_processes import MODELS
 from constmem.point_processes import MODELS as EVENT_MODELS
 
-POINT_MODELS = (*MODELS, "cmanp-moments", "cmanp-calibrated")
+POINT_MODELS = (*MODELS, "cmanp-moments", "cmanp-calibrated", "cmanp-joint")
 MIXTURES = ("np", "anp", "bnp", "banp")
 POOLED = ("cnp", "np")
 CONSTANT = (
     "cmanp",
     "cmanp-moments",
     "cmanp-calibrated",
+    "cmanp-joint",
     *POOLED,
 )  # of constant memory: points may have weights
 STORED = [name for name in MODELS if name not in CONSTANT]
@@ -47,6 +48,7 @@ def fresh(kind: str, **more: Any) -> Any:
     settings |= {"num_latents": 6} if name in ("lbanp", "cmanp") else {}
     settings |= {"moments": 12, "experts": 3} if variant == "moments" else {}
     settings |= {"levels": 256, "components": 4} if variant == "calibrated" else {}
+    settings |= {"rank": 3} if variant == "joint" else {}
     return MODELS[name](**settings | more)
 
 

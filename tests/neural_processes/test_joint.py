@@ -18,7 +18,7 @@ BLOCKS = (1, 2, 4, 6, 9)  # of six targets
 NOISE = 0.5
 
 
-@pytest.fixture(params=[name for name in POINT_MODELS if name != "cmanp-calibrated"])  # test_levels.py has it
+@pytest.fixture(params=[name for name in POINT_MODELS if name not in ("cmanp-calibrated", "cmanp-joint")])
 def model(request: pytest.FixtureRequest) -> Any:
     return small(request.param).requires_grad_(False)
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from constmem import CMANP, Stream
-from constmem.core.product import Product
 from constmem.data.gp import GaussianProcess, gp_tasks
 from constmem.neural_processes.heads import SampleMixture
-from constmem.neural_processes.regression import AMPLITUDES, AT_ONCE, LENGTHS, Regression, _Inverse
+from constmem.neural_processes.regression import AMPLITUDES, AT_ONCE, LENGTHS, Inverse, Product, Regression
 
 
 def made(dim_x: int = 1, features: int = 128, experts: int = 4) -> Regression:
@@ -86,7 +85,7 @@ def test_the_inverse_and_its_gradient_are_right() -> None:
     root.requires_grad_()
 
     def both(root: Tensor) -> Any:
-        return _Inverse.apply(torch.eye(5, dtype=torch.float64) + root @ root.mT)  # type: ignore[no-untyped-call]
+        return Inverse.apply(torch.eye(5, dtype=torch.float64) + root @ root.mT)  # type: ignore[no-untyped-call]
 
     assert torch.autograd.gradcheck(both, root)
     inverse, log_det = both(root)
