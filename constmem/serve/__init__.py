@@ -1,1 +1,1 @@
-"""Streams as a service: over HTTP, and from where rows come; what it has acknowledged is kept."""
+"""Models behind an address: streams by key over HTTP, and the page that learns in the browser."""

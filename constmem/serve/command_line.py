@@ -1,4 +1,4 @@
-"""The commands that keep streams in a store, `constmem consume | serve`."""
+"""The commands that show models to others, or keep their streams, `constmem consume | serve | page`."""
 
 import signal
 import sys
@@ -18,7 +18,7 @@ Power = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the commands to an application."""
-    for command in (consume,):
+    for command in (consume, page):
         app.command()(command)
 
 
@@ -67,3 +67,16 @@ def consume(
         finally:
             left_out = f", {consumer.skipped:,} left out" if consumer.skipped else ""
             print(f"{consumer.taken:,} rows taken{left_out}; {len(kept):,} streams in {store}")
+
+
+def page(
+    out: Annotated[Path | None, typer.Option(help="Write it to this folder, for any web server.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Else show it there; 0: any free one.")] = 8000,
+) -> None:
+    """A page that learns in the browser: a digit's pixels, a curve's points; nothing leaves it."""
+    from constmem.serve.page import show_page, write_page
+
+    if out is None:
+        show_page(port)
+    else:
+        print(f"wrote {write_page(out)}: hand out this folder by any web server")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from constmem.core.files import packed, unpacked
 from constmem.neural_processes import NeuralProcess
+from constmem.streams import AnyModel, one_by_one
 from constmem.streams.database import Database, Position
-from constmem.streams.groups import AnyModel, one_by_one
 from constmem.streams.pool import StreamPool
 
 ENTRY, VERSION = "constmem.journal", 1

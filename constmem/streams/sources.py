@@ -14,7 +14,7 @@ from constmem.core.model import CONFIG, SHIPPED, _read_config
 from constmem.core.registry import EVENTS
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
-from constmem.streams.groups import AnyModel
+from constmem.streams import AnyModel
 from constmem.streams.store import Store
 
 LONGEST = 2**20  # bytes of a line

@@ -12,8 +12,8 @@ from torch import Tensor
 from constmem.core import checks
 from constmem.core.monoid import Monoid
 from constmem.neural_processes import NeuralProcess
+from constmem.streams import AnyModel, checked, rows_of
 from constmem.streams.database import Database, Position
-from constmem.streams.groups import AnyModel, checked, rows_of
 from constmem.streams.journal import Journaled, Layout
 from constmem.streams.pool import StreamPool
 

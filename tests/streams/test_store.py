@@ -22,8 +22,7 @@ from torch import Tensor
 
 from constmem import CMANP, Store, Stream
 from constmem.kernels import paths
-from constmem.streams import journal
-from constmem.streams.groups import _rounds, one_by_one
+from constmem.streams import _rounds, journal, one_by_one
 from tests.laws import models as small_models
 from tests.streams.made import assert_identical, built
 
