@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from constmem.point_processes import CMHP, PointProcess
     from constmem.point_processes.events import Events
     from constmem.streams.pool import StreamPool, condition_groups
+    from constmem.streams.store import Store
     from constmem.streams.stream import Stream
     from constmem.tabular.estimators import StreamingClassifier, StreamingRegressor
 
@@ -28,6 +29,7 @@ __all__ = [
     "NeuralProcess",
     "PointProcess",
     "Scales",
+    "Store",
     "Stream",
     "StreamPool",
     "StreamingClassifier",
@@ -44,6 +46,7 @@ _HOMES = {
     "core.state": ("AttentionState",),
     "core.monoid": ("Decay", "Window"),
     "streams.pool": ("StreamPool", "condition_groups"),
+    "streams.store": ("Store",),
     "streams.stream": ("Stream",),
     "tabular.estimators": ("StreamingClassifier", "StreamingRegressor"),
 }

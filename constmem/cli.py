@@ -1,4 +1,4 @@
-"""The command line, `constmem demo | fit | train | eval | table | plot | forecast | data`; help is quick."""
+"""The command line, `constmem demo | fit | train | eval | plot | forecast | page | data`; help is quick."""
 
 import os
 import shlex
@@ -9,15 +9,16 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from constmem import __version__
-from constmem.core.progress import counted
 from constmem.core.registry import EVENTS, POINTS, with_variants
 from constmem.data import catalogue
+from constmem.serve import command_line as serving
 from constmem.tabular import command_line
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 data_app = typer.Typer(help="Data sets: what is there, and how to prepare what is not.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 command_line.register(app)
+serving.register(app)
 
 
 def _print_version(asked: bool) -> None:
@@ -206,7 +207,8 @@ def forecast(
 
     constmem forecast runs/visits-cmhp-0 visits.csv --out next.csv
     """
-    from constmem.evaluation.forecasts import forecast_file
+    from constmem.core.costs import counted
+    from constmem.evaluation import forecast_file
 
     columns = {"user": user, "mark": mark, "time": time}
     with counted(f"forecasting {events}") as report:
@@ -250,6 +252,7 @@ def prepare(
     What differs from the official data, in number or checksum, is on lines that begin with warning:.
     """
     from constmem import data
+    from constmem.core.costs import counted
 
     with counted(f"preparing {what}") as progress:
         how: dict[str, Any] = {"partition": partition, "name": name, "unit": unit, "replace": replace}

@@ -10,7 +10,7 @@ from constmem import CMANP
 from constmem.data import load_images
 from constmem.evaluation.demo import like_emnist
 from constmem.evaluation.pictures import completions
-from constmem.plots.images import completion_grid
+from constmem.plots import completion_grid
 
 
 def main(out: Path) -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load as _of_bytes
 from safetensors.torch import save as _to_bytes
 from torch import Tensor
 
@@ -106,13 +107,33 @@ def write_text(path: str | os.PathLike[str], content: str) -> Path:
 
 def write_tensors(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict[str, str]) -> Path:
     """Write tensors and a header of strings as one safetensors file, with a checksum of all of it."""
+    return write_bytes(path, packed(tensors, header))
+
+
+def packed(tensors: dict[str, Tensor], header: dict[str, str]) -> bytearray:
+    """What `write_tensors` writes."""
     plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     sealed = {"version": header.get("version", "") + SEALED, "checksum": BLANK.decode()}
     content = bytearray(_to_bytes(plain, metadata=header | sealed))
     place = CHECKSUM.search(content, 8)
     assert place is not None
     content[place.start(1) : place.end(1)] = hashlib.sha256(content).hexdigest().encode()
-    return write_bytes(path, content)
+    return content
+
+
+def unpacked(
+    content: bytes, what: str, *, kind: str, version: int
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What `packed` has made these bytes of; `what` they are is for errors."""
+    place = CHECKSUM.search(content, 8)
+    blank = b"" if place is None else content[: place.start(1)] + BLANK + content[place.end(1) :]
+    if place is None or hashlib.sha256(blank).hexdigest().encode() != place.group(1):
+        raise ValueError(f"{what} is damaged: its checksum is not that of what it holds")
+    length = int.from_bytes(content[:8], "little")
+    header: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
+    header["version"] = header["version"].removesuffix(SEALED)
+    _require_kind(what, header, kind, version)
+    return _of_bytes(content), header
 
 
 def read_json(path: Path, advice: str) -> Any:
@@ -172,7 +193,7 @@ def read_tensors(
     return tensors, header
 
 
-def _require_kind(path: Path, header: dict[str, str], kind: str, version: int) -> None:
+def _require_kind(path: Path | str, header: dict[str, str], kind: str, version: int) -> None:
     if header.get("format") != kind:
         raise ValueError(
             f"{path} is a safetensors file, but holds {header.get('format', 'no constmem header')!r} "

@@ -2,22 +2,42 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from constmem.core.checks import known
 from constmem.data.catalogue import DATASETS, EVENT_KEYS, EVENT_SPLITS
-from constmem.data.event_rows import Sequences, number_of_marks, numbered_sequences
 from constmem.data.packs import Array, Folder, data_folder, find_pack, read_pack
-from constmem.data.row_files import parquet_file, parquet_table
+from constmem.data.rows import NONE, Columns, Row, is_number, moment, parquet_file, parquet_table, read_rows
 from constmem.point_processes.events import Events
 
 File = str | os.PathLike[str]
 Split = Literal["train", "validation", "test"]
 RECORD = ("time_since_start", "type_event")  # of EasyTPP
+MOST_MARKS = 10_000_000
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences as they are in a file, in its order.
+
+    Attributes:
+        times, marks: one array for each sequence; a mark of -1 is unknown.
+        num_marks: how many kinds there are.
+    """
+
+    times: list[Array]
+    marks: list[Array]
+    num_marks: int
+
+    def events(self, unit: str) -> Events:
+        """As one padded batch; watches begin with their first events, and when they end is not known."""
+        return Events.from_arrival_times(self.times, marks=self.marks, unit=unit, num_marks=self.num_marks)
 
 
 def load_events(name: str, *, data_dir: Folder = None, split: Split = "train") -> Events:
@@ -157,3 +177,118 @@ def _numbers(values: Any, where: str) -> Array:
     if array.ndim != 1:
         raise ValueError(f"{where} is not a flat list of numbers")
     return array
+
+
+# Rows of events
+
+
+def numbered_sequences(path: Path, *, by: str = "user", num_marks: int | None = None) -> Sequences:
+    """Rows in the JODIE layout, with whole numbers as marks; by item, items are sequences and users marks."""
+    rows = read_rows(path, {})
+    if by == "item":
+        rows = (Row(row.where, row.mark, row.user, row.time) for row in rows)
+    found = _grouped(path, rows, "second")
+    kinds = [np.array([_whole(mark, where) for where, mark in row], np.int64) for row in found.marks]
+    largest = max(int(kind.max()) for kind in kinds)
+    return Sequences(
+        found.times, kinds, num_marks or number_of_marks(max(largest + 1, 1), f"the marks of {path}")
+    )
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Sequences of a file, and how things are called in it.
+
+    Attributes:
+        labels: what the marks are called, by their numbers.
+        users: whose the sequences are.
+        dated: whether times are dates.
+        unknown: how many events have a mark that is none of the labels.
+    """
+
+    sequences: Sequences
+    labels: list[str]
+    users: list[str]
+    dated: bool
+    unknown: int
+
+
+def labelled_sequences(
+    path: Path, columns: Columns, unit: str, *, labels: Sequence[str] | None = None
+) -> Labelled:
+    """The events of a file, those of each user together, and what the marks are called in it.
+
+    Args:
+        columns: names of the columns of user, mark and time; None: as in the JODIE layout; "-": there are
+            no users (all rows are one sequence), or no marks (all events are alike).
+        unit: of times that are numbers; what dates are to be counted in.
+        labels: what marks are called where that is known already; others are unknown. None: as in the file.
+    """
+    found = _grouped(path, read_rows(path, columns), unit)
+    if labels is None:
+        marked = columns.get("mark") != NONE
+        given = {mark for row in found.marks for _, mark in row if mark} if marked else set()
+        labels = sorted(given, key=_order) or [""]
+    number = {label: i for i, label in enumerate(labels)}
+    kinds = [np.array([number.get(mark, -1) for _, mark in row], np.int64) for row in found.marks]
+    unknown = sum(mark != "" and mark not in number for row in found.marks for _, mark in row)
+    return Labelled(
+        Sequences(found.times, kinds, len(labels)), list(labels), found.users, found.dated, unknown
+    )
+
+
+class _Grouped(NamedTuple):
+    """Users in the order of their first rows, times of their events, and marks with where they are."""
+
+    users: list[str]
+    times: list[Array]
+    marks: list[list[tuple[str, str]]]
+    dated: bool
+
+
+def _grouped(path: Path, rows: Iterable[Row], unit: str) -> _Grouped:
+    times: dict[str, list[float]] = {}
+    marks: dict[str, list[tuple[str, str]]] = {}
+    first: Row | None = None
+    for row in rows:
+        first = first or row
+        if row.time and is_number(row.time) != is_number(first.time):
+            raise ValueError(
+                f"{row.where} has a time that is {row.time[:40]!r}, but {first.where} one that is "
+                f"{first.time[:40]!r}: write all as numbers, or all as ISO dates"
+            )
+        at = moment(row.time, unit, row.where)
+        history = times.setdefault(row.user, [])
+        if history and at < history[-1]:
+            whose, which = (f"{row.user!r} has ", "its row before") if row.user else ("", "the row before it")
+            raise ValueError(
+                f"{row.where}: {whose}an event at {row.time}, earlier than {which}: sort the rows by time"
+            )
+        history.append(at)
+        marks.setdefault(row.user, []).append((row.where, row.mark))
+    if first is None:
+        raise ValueError(f"{path} has a header but no events: a row for each event is needed")
+    dated = not is_number(first.time)
+    return _Grouped(list(times), [np.array(row) for row in times.values()], list(marks.values()), dated)
+
+
+def _whole(mark: str, where: str) -> int:
+    """A mark as its number; -1 where it is unknown."""
+    if not mark:
+        return -1
+    if not is_number(mark) or not isfinite(float(mark)) or not float(mark).is_integer():
+        raise ValueError(f"{where} has mark {mark[:40]!r}, but marks are whole numbers here")
+    return int(float(mark))
+
+
+def _order(label: str) -> tuple[bool, float, str]:
+    """Numbers by size, before any other text by the alphabet."""
+    if is_number(label) and isfinite(float(label)):  # NaN has no place in any order
+        return False, float(label), label
+    return True, 0.0, label
+
+
+def number_of_marks(number: Any, where: str) -> int:
+    if not isinstance(number, int | float) or not 1 <= number <= MOST_MARKS:
+        raise ValueError(f"{where} is {number!r}, but 1 to {MOST_MARKS:,} marks are needed, numbered from 0")
+    return int(number)

@@ -14,8 +14,8 @@ from torch import Tensor
 from constmem.core.checks import known
 from constmem.core.files import read_tensors, write_tensors
 from constmem.data.catalogue import EVENT_SPLITS, SECONDS
-from constmem.data.event_files import easytpp_sequences, has_records, read_event_pack
-from constmem.data.event_rows import labelled_sequences, moment
+from constmem.data.event_files import easytpp_sequences, has_records, labelled_sequences, read_event_pack
+from constmem.data.rows import moment
 from constmem.point_processes.events import Events
 
 KIND, VERSION = "constmem.event_log", 1

@@ -12,8 +12,7 @@ import numpy as np
 
 from constmem.core.checks import known
 from constmem.data.catalogue import EVENT_SPLITS, PREPARED
-from constmem.data.event_files import easytpp_sequences
-from constmem.data.event_rows import Sequences, numbered_sequences
+from constmem.data.event_files import Sequences, easytpp_sequences, numbered_sequences
 from constmem.data.images import Progress
 from constmem.data.packs import Array, Folder, data_folder, free_for, in_words, listed, read_pack, write_pack
 from constmem.data.prepare_images import DIFFERS, Source, prepare_celeba, prepare_emnist

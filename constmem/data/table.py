@@ -17,7 +17,7 @@ from torch import Tensor
 
 from constmem.core.checks import dense, known
 from constmem.core.files import read_tensors, write_tensors
-from constmem.data.row_files import opened
+from constmem.data.rows import opened
 
 By = Literal["group", "time"]
 KIND, VERSION = "constmem.table", 1

@@ -28,6 +28,7 @@ from constmem.evaluation import pit_values
 from constmem.evaluation.events import mark_confusion, rescaled_times
 from constmem.evaluation.runs import metrics_of, open_run
 from constmem.neural_processes import NeuralProcess
+from constmem.plots import Completion, completion_grid, model_grid
 from constmem.plots.curves import (
     Fit,
     calibration_curve,
@@ -36,7 +37,6 @@ from constmem.plots.curves import (
     predicted_against_true,
 )
 from constmem.plots.events import Timeline, confusion_picture, fit_picture, hazard_picture, sequence_picture
-from constmem.plots.images import Completion, completion_grid, model_grid
 from constmem.point_processes import PointProcess
 from constmem.streams.stream import Stream
 from constmem.training.folder import own_data

@@ -15,10 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from constmem.core import checks
+from constmem.core.costs import Peak, progress
 from constmem.core.files import write_text
-from constmem.core.memory import Peak
 from constmem.core.model import WEIGHTS
-from constmem.core.progress import progress
 from constmem.core.registry import of_events
 from constmem.data import Events, simulated
 from constmem.data.catalogue import DATASETS

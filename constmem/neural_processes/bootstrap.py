@@ -13,9 +13,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from constmem.core.algebra import accumulator, bias_of
+from constmem.core.costs import Needs
 from constmem.core.fold import Chunk, joined
 from constmem.core.layers import affine, keep_variance
-from constmem.core.memory import Needs
 from constmem.neural_processes.base import M
 from constmem.neural_processes.cnp import AttendingProcess, SamplingProcess, SamplingSettings
 from constmem.neural_processes.encoders import Attended, paired, pool

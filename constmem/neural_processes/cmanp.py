@@ -17,13 +17,12 @@ from constmem.core.layers import MLP, keep_variance, on_gpu
 from constmem.core.model import listed
 from constmem.core.moments import Moments
 from constmem.core.observation import Observation
-from constmem.core.product import Product
 from constmem.kernels import Graphs
 from constmem.neural_processes.heads import Corrected, through_levels
 from constmem.neural_processes.levels import LevelHead, LevelMixture
 from constmem.neural_processes.low_rank import JointNormal, LowRankHead
 from constmem.neural_processes.points import Scales
-from constmem.neural_processes.regression import Posterior, Regression
+from constmem.neural_processes.regression import Posterior, Product, Regression
 from constmem.neural_processes.transformers import LevelProcess, LevelSettings
 
 

@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from constmem.core.checks import positive
+from constmem.core.costs import Needs
 from constmem.core.fold import Chunk, joined
-from constmem.core.memory import Needs
 from constmem.core.state import AttentionState
 from constmem.neural_processes.base import M, NeuralProcess
 from constmem.neural_processes.encoders import Attended, AttentiveEncoder, PoolingPair

@@ -12,8 +12,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from constmem.core.algebra import EMPTY, bias_of, settle
+from constmem.core.costs import Needs
 from constmem.core.layers import MLP, attend, check_heads, keep_variance
-from constmem.core.memory import Needs
 from constmem.core.model import listed
 from constmem.core.state import AttentionState
 

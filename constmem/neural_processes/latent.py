@@ -15,8 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Normal
 
+from constmem.core.costs import Needs
 from constmem.core.fold import Chunk, joined, slices
-from constmem.core.memory import Needs
 from constmem.core.state import AttentionState
 from constmem.neural_processes.cnp import AttendingProcess, PoolingProcess, SamplingProcess, SamplingSettings
 from constmem.neural_processes.encoders import Keyed

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
-from constmem.core import checks, memory
+from constmem.core import checks, costs
 from constmem.core.algebra import accumulator
 from constmem.core.fold import Chunk
 from constmem.core.model import Model
@@ -157,7 +157,7 @@ class PointModel(Model, Generic[S]):
             )
         self.scales = None if scales is None else scales.to(self.device)
 
-    def needs(self, *, learning: bool) -> memory.Needs | None:  # noqa: ARG002
+    def needs(self, *, learning: bool) -> costs.Needs | None:  # noqa: ARG002
         """What a context point and a target take at the worst moment; None in constant memory.
 
         Args:
@@ -186,12 +186,12 @@ class PointModel(Model, Generic[S]):
         """
         if torch.compiler.is_compiling():
             return
-        if self.estimated_peak(batch, points, targets, learning=True) < memory.WORTH_ASKING:
+        if self.estimated_peak(batch, points, targets, learning=True) < costs.WORTH_ASKING:
             return  # small inputs pay for nothing more
         learning = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         needed = self.estimated_peak(batch, points, targets, learning=learning)
         what = f"{type(self).__name__}, given {points:,} points and {targets:,} targets"
-        memory.require(needed, self.device, f"{what} in a batch of {batch:,},")
+        costs.require_room(needed, self.device, f"{what} in a batch of {batch:,},")
 
     # Inside
 

@@ -9,8 +9,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from constmem.core import checks
+from constmem.core.costs import require_room
 from constmem.core.fold import Chunk, joined
-from constmem.core.memory import require
 from constmem.core.monoid import NOTHING, Monoid
 from constmem.neural_processes.base import M, NeuralProcess
 
@@ -134,7 +134,7 @@ class StoringProcess(NeuralProcess[StoredPoints, M]):
     def _merged(self, chunks: Iterable[Chunk]) -> StoredPoints:
         parts = list(chunks)
         size = sum(t.numel() * t.element_size() for x, y, _ in parts for t in (x, y))  # compilers lack nbytes
-        require(size, self.device, f"{type(self).__name__}, which stores a copy of all points,")
+        require_room(size, self.device, f"{type(self).__name__}, which stores a copy of all points,")
         return self._observe(*parts[0], None) if len(parts) == 1 else StoredPoints(*joined(*parts))
 
     def observing_parameters(self) -> list[nn.Parameter]:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from constmem.core import layers
 from constmem.core.checks import positive
+from constmem.core.costs import Needs
 from constmem.core.layers import MLP, CrossAttention, FeedForward, Residual, SelfAttention
-from constmem.core.memory import Needs
 from constmem.neural_processes.base import M, NeuralProcess
 from constmem.neural_processes.heads import Gaussian, Levels, Std, through_levels
 from constmem.neural_processes.points import S

@@ -1,1 +1,147 @@
-"""Streams: one, and any number of them by key; the only objects here that change."""
+"""Streams of points and events, one or many; rows of many keys as padded batches of one key a line."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from constmem import kernels
+from constmem.core import checks
+from constmem.neural_processes import CMANP, NeuralProcess
+from constmem.point_processes import PointProcess
+
+SMALL = 2**16  # bytes of a state of which a batch is updated at once, even where only one of them is wanted
+
+AnyModel = NeuralProcess[Any, Any] | PointProcess[Any]
+
+
+def listed(keys: Sequence[Hashable]) -> list[Hashable]:
+    """Keys as a list, of whatever they are."""
+    if isinstance(keys, str | bytes):
+        raise TypeError(f"keys must be a list with one key for each row, not the text {keys!r}: [{keys!r}]")
+    try:
+        names = keys.tolist() if hasattr(keys, "tolist") else keys
+        return list(names)
+    except TypeError as error:
+        raise TypeError(f"keys must be a list with one key for each row, not {keys!r}") from error
+
+
+def checked(keys: Sequence[Hashable]) -> list[Hashable]:
+    """Keys as a list of texts and whole numbers."""
+    names = listed(keys)
+    for name in names:
+        if not isinstance(name, str | int) or isinstance(name, bool):
+            raise TypeError(f"a key must be a text or a whole number, not {name!r}")
+    return names
+
+
+def grouped(
+    names: list[Hashable], points: int
+) -> tuple[list[Hashable], list[tuple[list[Hashable], NDArray[np.int64]]]]:
+    """Different keys in the order of their last rows, and batches: keys with the rows of each, padded by -1.
+
+    Keys with about as many rows each are taken together, so that at most half of a batch is padding.
+    """
+    numbers: dict[Hashable, int] = {}
+    try:
+        code = np.fromiter((numbers.setdefault(name, len(numbers)) for name in names), np.int64, len(names))
+    except TypeError as error:
+        raise TypeError(f"a key must be a text or a whole number ({error})") from error
+    different = checked(list(numbers))
+    rows = np.argsort(code, kind="stable")
+    sizes = np.bincount(code)
+    starts = np.cumsum(sizes) - sizes
+    last = rows[starts + sizes - 1]
+    order = [different[i] for i in np.argsort(last)]
+    groups = []
+    by_size = np.argsort(sizes, kind="stable")
+    at = 0
+    while at < len(by_size):
+        least = sizes[by_size[at]]
+        end = at + 1
+        while end < len(by_size) and (most := sizes[by_size[end]]) <= 2 * least:
+            if (end + 1 - at) * most > points:
+                break
+            end += 1
+        chosen = by_size[at:end]
+        width = sizes[chosen[-1]]
+        step = np.arange(width)
+        table = np.where(step < sizes[chosen, None], starts[chosen, None] + step, -1)
+        groups.append(([different[i] for i in chosen], np.where(table < 0, -1, rows[table])))
+        at = end
+    return order, groups
+
+
+def rows_of(model: AnyModel, x: Any, y: Any) -> tuple[Tensor, Any]:
+    """Rows of points, or times and marks, as tensors of one line for each row; no marks are None."""
+    where = model.device
+    if isinstance(model, PointProcess):
+        times = checks.as_tensor("times", x, where)
+        marks = None if y is None else checks.as_tensor("marks", y, where)
+        for name, t in (("times", times), ("marks", marks)):
+            if t is not None and t.shape != times.shape[:1]:
+                raise ValueError(f"{name} has shape {tuple(t.shape)}, but one for each row is needed")
+        return times, marks
+    rows = []
+    for name, given, dim in (("x", x, model.dim_x), ("y", y, model.dim_y)):
+        t = checks.as_tensor(name, given, where)
+        t = t if t.is_floating_point() else t.double()
+        t = t[:, None] if t.ndim == 1 and dim == 1 else t
+        if t.ndim != 2 or t.shape[1] != dim:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}, but (rows, {dim}) is needed")
+        if bool((bad := ~t.isfinite().all(1)).any()):
+            row = int(bad.nonzero()[0])
+            raise ValueError(f"{name} of row {row} is {t[row].tolist()}: leave out rows that are not finite")
+        rows.append(t)
+    if len(rows[0]) != len(rows[1]):
+        raise ValueError(f"x has {len(rows[0])} rows, but y {len(rows[1])}: they must be the same")
+    return rows[0], rows[1]
+
+
+def one_by_one(model: AnyModel, state: Any, places: NDArray[np.int64], x: Tensor, y: Tensor | None) -> Any:
+    """A batch of states with more rows, each taken by itself, in order: `places` says whose each is.
+
+    The first rows of all streams are taken together, then the second ones, always in batches of one size. So
+    every bit of a state depends on the rows of its own stream alone, on one machine: not on which calls they
+    came in, nor on what came for other streams beside them.
+    """
+    table = {name: t.clone(memory_format=torch.contiguous_format) for name, t in state.tensors().items()}
+    tile = 32 if state.nbytes <= SMALL * state.batch else 1
+    alike = _row_by_row(model)
+    signature = state.fingerprint
+    with torch.no_grad(), model._look():
+        for rows in _rounds(places):
+            for start in range(0, len(rows), tile):
+                some = rows[start : start + tile]
+                padded = some if alike else np.resize(some, tile)
+                at, line = (torch.from_numpy(i).to(x.device) for i in (places[padded], padded))
+                part: Any = model.state_type._made({name: t[at] for name, t in table.items()}, signature)
+                given: Any = x[line, None], None if y is None else y[line, None]
+                made: Any = model.update(part, *given)
+                signature = made.fingerprint
+                for name, t in made.tensors().items():
+                    table[name][at[: len(some)]] = t[: len(some)]
+    return model.state_type._made(table, signature)
+
+
+def _rounds(places: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Rows such that no stream is in one round twice, and those of each stream come in their order."""
+    order = np.argsort(places, kind="stable")
+    ordered = places[order]
+    first = np.flatnonzero(np.diff(ordered, prepend=-1))
+    rank = np.arange(len(places)) - np.repeat(first, np.diff(first, append=len(places)))
+    by_rank = np.argsort(rank, kind="stable")
+    yield from np.split(order[by_rank], np.cumsum(np.bincount(rank))[:-1])
+
+
+def _row_by_row(model: AnyModel) -> bool:
+    """Whether a batch of any size is computed row by row anyway, as machine code does."""
+    return (
+        isinstance(model, CMANP)
+        and model.regression is None
+        and model.device.type == "cpu"
+        and kernels.chunk(model.dtype, model.device) is not None
+    )

@@ -16,7 +16,7 @@ from constmem.core.files import read_tensors, write_tensors
 from constmem.core.monoid import NOTHING, State
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
-from constmem.streams.groups import AnyModel, checked, grouped, listed, rows_of
+from constmem.streams import AnyModel, checked, grouped, listed, rows_of
 
 KIND, VERSION = "constmem.pool", 1
 KEYS = "keys"  # the tensor of a file that holds them, as JSON in UTF-8

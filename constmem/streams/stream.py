@@ -16,7 +16,7 @@ from constmem.core.monoid import Decay, Window, require_possible, restored, writ
 from constmem.kernels import Snapshot
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
-from constmem.streams.groups import AnyModel
+from constmem.streams import AnyModel
 
 KIND, VERSION = "constmem.stream", 2
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from constmem.core.progress import counted
-
 if TYPE_CHECKING:
     from constmem.tabular.commands import Outcome
 
@@ -42,6 +40,7 @@ def fit(
 
     constmem fit houses.csv --target price --out houses.model
     """
+    from constmem.core.costs import counted
     from constmem.tabular.commands import fit_file
 
     with counted(f"fitting {table}") as report:
@@ -62,8 +61,9 @@ def update(
     replace: Replace = False,
 ) -> None:
     """Learn more rows: as if the model had seen them with the first."""
+    from constmem.core.costs import counted
+    from constmem.data.rows import free
     from constmem.tabular.commands import update_file
-    from constmem.tabular.writing import free
 
     if out is not None:
         free(out, replace=replace)
@@ -82,6 +82,7 @@ def predict(
     replace: Replace = False,
 ) -> None:
     """Predict every row: mean, deviation and quantiles, or classes and their probabilities."""
+    from constmem.core.costs import counted
     from constmem.tabular.commands import predict_file
 
     try:
@@ -97,6 +98,7 @@ def score(
     model: Model, table: Table, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
     """How well the model predicts rows whose target is known."""
+    from constmem.core.costs import counted
     from constmem.tabular.commands import score_file
 
     with counted(f"scoring {table}") as report:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from constmem.data.rows import free, writing
 from constmem.tabular.base import load
 from constmem.tabular.estimators import StreamingClassifier, StreamingRegressor
 from constmem.tabular.files import Chunk, TableFile, table_file
 from constmem.tabular.frames import Kind, missing
-from constmem.tabular.writing import free, writing
 
 Estimator = StreamingRegressor | StreamingClassifier
 Report = Callable[[int, int], None]  # how much is done, of how much
@@ -94,7 +94,7 @@ def predict_file(
             taken = sorted(set(more) & set(file.names))
             if taken:
                 raise ValueError(f"{table} has a column {taken[0]!r} already: rename it, or leave it out")
-            write(chunk, more)
+            write(chunk.rows, more)
             outcome.rows += len(chunk)
             report(chunk.done, file.total)
         _some(outcome.rows, table)

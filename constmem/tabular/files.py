@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from constmem.data.row_files import MOST_HEADER, parquet_errors, parquet_file
+from constmem.data.rows import MOST_HEADER, parquet_errors, parquet_file
 from constmem.tabular.frames import MOMENT, Kind
 
 ROWS = 4096  # of one chunk

@@ -17,18 +17,16 @@ from torch import Tensor
 from constmem import neural_processes, point_processes
 from constmem.core import checks, registry
 from constmem.core.checks import known
-from constmem.core.memory import Peak
+from constmem.core.costs import Peak, progress
 from constmem.core.model import Model
-from constmem.core.progress import progress
 from constmem.data import EventLog, Table
 from constmem.neural_processes import Scales
 from constmem.neural_processes.points import PointModel
-from constmem.training import capture
 from constmem.training.folder import CHECKPOINT, Keeper, StoppedError, claimed, describe
 from constmem.training.log import Log, Losses
-from constmem.training.muon import Muon
 from constmem.training.recipes import SAID_BY_DATA, EventRecipe, PointRecipe, Recipe
 from constmem.training.sources import Source, open_source
+from constmem.training.steps import ByShape, Muon, captured
 
 LOG_EVERY = 50
 SMALL = 200_000  # parameters of a model that one thread trains as fast as two
@@ -231,9 +229,9 @@ def _stepper(
         return taken(source.sample(generator), generator)
 
     if on_gpu and not events:
-        step = capture.once(step, generator)
+        step = captured(step, generator)
     elif on_gpu and compiled and isinstance(recipe, EventRecipe) and recipe.reads >= 1.0:
-        graphs = capture.ByShape(taken, lambda generator: model.seeds(1, generator), model.at_once)
+        graphs = ByShape(taken, lambda generator: model.seeds(1, generator), model.at_once)
         step = lambda: graphs(source.sample(generator), generator)  # noqa: E731
 
     def at_rate(rate: float) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from constmem import data
-from constmem.core.progress import counted
+from constmem.core.costs import counted
 from constmem.data import DATASETS, EventLog, Events, Images, Table, TableTasks, Task
 from constmem.neural_processes import NeuralProcess, Scales
 from constmem.neural_processes.levels import GREY

@@ -10,7 +10,7 @@ from literal import Literal
 from torch import Tensor
 
 from constmem import CMANP, Stream, Window
-from constmem.core import memory
+from constmem.core import costs
 from constmem.neural_processes import MODELS
 from constmem.neural_processes.heads import normal
 
@@ -171,27 +171,27 @@ def test_too_little_memory_is_said_before_it_is_gone(name: str, monkeypatch: pyt
     model = storing(name)
     x, y, xt, yt = (torch.rand(2, k, d) for k, d in ((50, 2), (50, 1), (9, 2), (9, 1)))
     state = model.condition(x, y)
-    monkeypatch.setattr(memory, "available", lambda _: 100_000)
+    monkeypatch.setattr(costs, "available", lambda _: 100_000)
     model.query(state, xt)  # small inputs are never asked about
-    monkeypatch.setattr(memory, "WORTH_ASKING", 0)
+    monkeypatch.setattr(costs, "WORTH_ASKING", 0)
     message = rf"^{type(model).__name__}, given 50 points and %s targets in a batch of 2, would need about "
     advice = r".* but cpu has 0.0 GB free: .*smaller batch .*chunk=.* constant memory such as CMANP$"
     with pytest.raises(MemoryError, match=message % 9 + advice):
         model.loss(x, y, xt, yt)
     with pytest.raises(MemoryError, match=message % 9 + advice):
         model(x, y, xt)
-    monkeypatch.setattr(memory, "available", lambda _: 1000)
+    monkeypatch.setattr(costs, "available", lambda _: 1000)
     with torch.no_grad(), pytest.raises(MemoryError, match=message % 0 + advice):
         model.query(state, xt)
     with pytest.raises(MemoryError, match="which stores a copy of all points, would need about"):
         model.condition(x, y)
-    monkeypatch.setattr(memory, "available", lambda _: None)  # nobody knows
+    monkeypatch.setattr(costs, "available", lambda _: None)  # nobody knows
     model.loss(x, y, xt, yt)
 
 
 def test_models_of_constant_memory_never_ask(model: CMANP, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "WORTH_ASKING", 0)
-    monkeypatch.setattr(memory, "available", lambda _: 0)
+    monkeypatch.setattr(costs, "WORTH_ASKING", 0)
+    monkeypatch.setattr(costs, "available", lambda _: 0)
     x, y = torch.rand(1, 50, 2), torch.rand(1, 50, 1)
     for constant in (model, MODELS["cnp"](dim_x=2, dim_y=1), MODELS["np"](dim_x=2, dim_y=1)):
         assert constant.estimated_peak(10**6, 10**9, 10**9) == 0
@@ -203,14 +203,14 @@ def test_what_is_free_is_what_the_machine_and_the_group_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu = torch.device("cpu")
-    free = memory.available(cpu)
+    free = costs.available(cpu)
     assert free is None or free > MB
     limit, used = tmp_path / "max", tmp_path / "current"
-    monkeypatch.setattr(memory, "_CGROUPS", ((limit, used),))
-    monkeypatch.setattr(memory, "_of_machine", lambda: 1000)
-    assert memory.available(cpu) == 1000  # there is no such group
+    monkeypatch.setattr(costs, "_CGROUPS", ((limit, used),))
+    monkeypatch.setattr(costs, "_of_machine", lambda: 1000)
+    assert costs.available(cpu) == 1000  # there is no such group
     used.write_text("250\n")
     for content, expected in (("max\n", 1000), ("900\n", 650), ("5000\n", 1000)):
         limit.write_text(content)
-        assert memory.available(cpu) == expected
-    assert memory.available(torch.device("meta")) is None
+        assert costs.available(cpu) == expected
+    assert costs.available(torch.device("meta")) is None

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from constmem import CMANP, Stream
-from constmem.core.product import Product
 from constmem.data.gp import GaussianProcess, gp_tasks
 from constmem.neural_processes.heads import SampleMixture
-from constmem.neural_processes.regression import AMPLITUDES, AT_ONCE, LENGTHS, Inverse, Regression
+from constmem.neural_processes.regression import AMPLITUDES, AT_ONCE, LENGTHS, Inverse, Product, Regression
 
 
 def made(dim_x: int = 1, features: int = 128, experts: int = 4) -> Regression:

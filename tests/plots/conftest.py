@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from constmem.plots import curves, events, images, pyplot
+import constmem.plots as images
+from constmem.plots import curves, events, pyplot
 
 
 @pytest.fixture

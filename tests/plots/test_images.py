@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from constmem.plots.images import Completion, completion_grid, model_grid
+from constmem.plots import Completion, completion_grid, model_grid
 
 SIZES = (4, 9)
 

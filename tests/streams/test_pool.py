@@ -15,7 +15,7 @@ from torch import Tensor
 
 from constmem import Stream, StreamPool, condition_groups
 from constmem.core.files import read_tensors, write_tensors
-from constmem.streams.groups import grouped
+from constmem.streams import grouped
 from tests.conftest import Refuses
 from tests.laws import models as small_models
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from constmem.core.costs import progress
 from constmem.core.files import read_tensors, write_tensors
 from constmem.core.model import KIND, VERSION
-from constmem.core.progress import progress
 from constmem.core.registry import MODELS
 from constmem.data import DATASETS
 from constmem.neural_processes import CMANP, NeuralProcess
@@ -26,8 +26,8 @@ from constmem.training import recipes, sources
 from constmem.training.folder import StoppedError
 from constmem.training.log import Log
 from constmem.training.loop import Run
-from constmem.training.muon import Muon
 from constmem.training.recipes import EventRecipe, PointRecipe, changed, recipe
+from constmem.training.steps import Muon
 
 FORMAT: dict[str, Any] = {"kind": run_folder.KIND, "version": run_folder.VERSION}
 SMALL = ["steps=12", "batch=4", "warmup=3", "num_targets=8", "model.dim=8", "model.depth=1",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from constmem import CMANP
-from constmem.training.muon import LEAST, SIZE, Muon, _matrices, orthogonal
+from constmem.training.steps import LEAST, SIZE, Muon, _matrices, orthogonal
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

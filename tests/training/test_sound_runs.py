@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from constmem.core import memory
+from constmem.core import costs
 from constmem.core.checks import first_not_finite
 from constmem.neural_processes import CNP, EQTNP
 from constmem.training import loop as train
@@ -183,8 +183,8 @@ def test_a_log_of_an_older_version_with_nan_in_it_is_cleared_of_it(tmp_path: Pat
 
 
 def refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "WORTH_ASKING", 0)
-    monkeypatch.setattr(memory, "available", lambda _: 1000)
+    monkeypatch.setattr(costs, "WORTH_ASKING", 0)
+    monkeypatch.setattr(costs, "available", lambda _: 1000)
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ def test_a_compiled_loss_is_refused_too_where_memory_is_too_little(monkeypatch: 
     message = rf"EQTNP, given {task.xc.shape[1]} points and 8 targets in a batch of 4, would need about"
     with pytest.raises(MemoryError, match=message):
         source.loss(model, compiled, task, generator)
-    monkeypatch.setattr(memory, "available", lambda _: 10**9)
+    monkeypatch.setattr(costs, "available", lambda _: 10**9)
     assert source.loss(model, compiled, task, generator).isfinite()
 
 
@@ -257,8 +257,8 @@ def test_under_autocast_half_as_many_bytes_are_asked_for(monkeypatch: pytest.Mon
     assert train.build(small_run(model="eqtnp")).to("meta").estimated_peak(4, 30, 8, learning=True) == whole
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert model.estimated_peak(4, 30, 8, learning=True) == whole // 2
-        monkeypatch.setattr(memory, "WORTH_ASKING", 0)
-        monkeypatch.setattr(memory, "available", lambda _: whole * 3 // 4)
+        monkeypatch.setattr(costs, "WORTH_ASKING", 0)
+        monkeypatch.setattr(costs, "available", lambda _: whole * 3 // 4)
         model.afford(4, 30, 8)
     with pytest.raises(MemoryError, match="given 30 points and 8 targets in a batch of 4"):
         model.afford(4, 30, 8)

@@ -6,7 +6,7 @@ import time
 import pytest
 from rich.console import Console
 
-from constmem.core import progress
+from constmem.core import costs as progress
 
 
 class Clock:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from constmem.data import Events
-from constmem.training import capture
+from constmem.training import steps
 from tests.laws.models import stream
 
 
@@ -78,7 +78,7 @@ def batches() -> list[Events]:
 
 
 def test_captured_steps_see_the_new_batch_and_the_same_draws(recorder: Recorder) -> None:
-    graphs = capture.ByShape(recorder.step(work), seeds, lambda _: True)
+    graphs = steps.ByShape(recorder.step(work), seeds, lambda _: True)
     one, other = (torch.Generator().manual_seed(3) for _ in range(2))
     found = [float(graphs(batch, one)) for batch in batches()]
     assert recorder.captured == 2  # of the two shapes, each met more than once
@@ -89,7 +89,7 @@ def test_captured_steps_see_the_new_batch_and_the_same_draws(recorder: Recorder)
 def test_a_replay_does_not_write_over_the_batch_it_was_captured_with_nor_over_losses(
     recorder: Recorder,
 ) -> None:
-    graphs = capture.ByShape(recorder.step(work), lambda _: [], lambda _: True)
+    graphs = steps.ByShape(recorder.step(work), lambda _: [], lambda _: True)
     all_batches = batches()
     before = [batch.times.clone() for batch in all_batches]
     losses = [graphs(batch, torch.Generator()) for batch in all_batches]
@@ -98,7 +98,7 @@ def test_a_replay_does_not_write_over_the_batch_it_was_captured_with_nor_over_lo
 
 
 def test_what_does_not_fit_is_never_captured(recorder: Recorder) -> None:
-    graphs = capture.ByShape(recorder.step(work), seeds, lambda batch: batch.times.shape[1] < 6)
+    graphs = steps.ByShape(recorder.step(work), seeds, lambda batch: batch.times.shape[1] < 6)
     for batch in batches():
         graphs(batch, torch.Generator())
     assert recorder.captured == 1

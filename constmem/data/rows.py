@@ -1,0 +1,285 @@
+"""The rows of CSV and Parquet files, read and written; of events: whose, of what kind, and when."""
+
+import csv
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from math import isfinite
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+from uuid import uuid4
+
+from numpy.typing import NDArray
+
+from constmem.core.checks import known
+from constmem.data.catalogue import SECONDS
+from constmem.data.packs import RATIO, ROOM
+
+Lines = Iterator[tuple[str, list[str]]]  # where a row is, and its cells
+MOST_HEADER = 2**20  # letters of a CSV file's first line
+OPEN_ENDED = "comma_separated_list_of_features"  # JODIE's last column: rows may have any number of these
+Columns = Mapping[str, str | None]
+COLUMNS = {  # of the JODIE layout, and what else they are called
+    "user": ("user_id", "user", "userid", "u"),
+    "mark": ("item_id", "mark", "item", "itemid", "type", "event_type", "i"),
+    "time": ("timestamp", "time", "ts", "t"),
+}
+NONE = "-"  # instead of a column's name: there is no such column
+EXACT = 2**53  # whole numbers up to here are float64 numbers, all of them
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[list[str], Lines]]:
+    """The names of a file's columns, and the rows below them: where each is, and its cells as text.
+
+    In a CSV file, of ;, tab and comma, what the first line holds most of separates the columns.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path} to read rows from")
+    if path.suffix == ".parquet":
+        table = parquet_table(path)
+        yield list(table.column_names), _parquet_rows(table)
+        return
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            header = file.readline(MOST_HEADER)
+            if len(header) == MOST_HEADER:
+                raise ValueError(
+                    f"the first line of {path} has {MOST_HEADER:,} letters or more: not a CSV file"
+                )
+            delimiter = max(",;\t", key=header.count)
+            names = [name.strip() for name in next(csv.reader([header], delimiter=delimiter), [])]
+            yield names, _lines(csv.reader(file, delimiter=delimiter), path, names)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is not a CSV file of UTF-8 text ({error})") from error
+
+
+def _lines(reader: Any, path: Path, names: list[str]) -> Lines:
+    for cells in reader:
+        line = reader.line_num + 1  # where the row ends: quoted cells may hold line breaks
+        if not any(cell.strip() for cell in cells):
+            continue
+        if len(cells) != len(names) and names[-1] != OPEN_ENDED:
+            raise ValueError(f"line {line} of {path} has {len(cells)} cells, its header {len(names)}")
+        yield f"line {line}", cells
+
+
+def _parquet_rows(table: Any) -> Lines:
+    columns = [[_text(cell) for cell in column.to_pylist()] for column in table.columns]
+    for i, cells in enumerate(zip(*columns, strict=True)):
+        yield f"row {i}", list(cells)
+
+
+def parquet_table(path: Path) -> Any:
+    """The table of a Parquet file, unless it has far more values than bytes."""
+    with parquet_errors(path):
+        file, size = parquet_file(path), path.stat().st_size
+        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        values = sum(group.column(k).num_values for group in groups for k in range(group.num_columns))
+        if max(values, file.metadata.num_rows) > ROOM // 8 + RATIO * size:
+            raise ValueError(
+                f"{path} of {size:,} bytes announces {values:,} values: it is damaged, or no data"
+            )
+        return file.read()
+
+
+def parquet_file(path: Path) -> Any:
+    """A Parquet file, opened."""
+    with parquet_errors(path):
+        from pyarrow import parquet
+
+        return parquet.ParquetFile(path)
+
+
+@contextmanager
+def parquet_errors(path: Path) -> Iterator[None]:
+    """Errors of pyarrow in words: what is damaged, or which extra it comes with."""
+    try:
+        from pyarrow import ArrowException
+    except ImportError as error:
+        raise ImportError("Parquet files need pyarrow: pip install 'constmem[data]'") from error
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a readable Parquet file ({error})") from error
+
+
+def _text(cell: Any) -> str:
+    if cell is None:
+        return ""
+    return cell.isoformat() if isinstance(cell, datetime) else str(cell).strip()
+
+
+# Writing
+
+
+class Writer(Protocol):
+    """Writes rows (lists of text, or a batch of pyarrow), with more columns beside them."""
+
+    def __call__(self, rows: Any, more: Mapping[str, NDArray[Any]]) -> None: ...
+
+
+def free(path: Path, *, replace: bool) -> None:
+    """Refuse to write over a file."""
+    if path.exists() and not replace:
+        raise FileExistsError(f"{path} exists already: take another --out, or give --replace")
+
+
+@contextmanager
+def writing(path: Path, names: Iterable[str]) -> Iterator[Writer]:
+    """Write a CSV or Parquet file under a temporary name, which is its own only when all went well."""
+    if path.suffix.lower() not in (".csv", ".tsv", ".parquet"):
+        raise ValueError(f"{path}: tables are written to .csv, .tsv and .parquet files")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
+    kind = _parquet_writer if path.suffix.lower() == ".parquet" else _csv_writer
+    try:
+        with kind(temporary, list(names), "\t" if path.suffix.lower() == ".tsv" else ",") as write:
+            yield write
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _csv_writer(path: Path, names: list[str], delimiter: str) -> Iterator[Writer]:
+    with path.open("x", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, delimiter=delimiter)
+        began = False
+
+        def write(rows: Any, more: Mapping[str, NDArray[Any]]) -> None:
+            nonlocal began
+            if not began:
+                writer.writerow([*names, *more])
+                began = True
+            if not isinstance(rows, list):
+                rows = [["" if v is None else v for v in row.values()] for row in rows.to_pylist()]
+            columns = (column.tolist() for column in more.values())
+            writer.writerows(
+                [*row, *added] for row, added in zip(rows, zip(*columns, strict=True), strict=True)
+            )
+
+        yield write
+
+
+@contextmanager
+def _parquet_writer(path: Path, names: list[str], _: str) -> Iterator[Writer]:
+    with parquet_errors(path):
+        import pyarrow
+        from pyarrow import parquet
+    writer: Any = None
+
+    def write(rows: Any, more: Mapping[str, NDArray[Any]]) -> None:
+        nonlocal writer
+        if isinstance(rows, list):
+            columns = [list(column) for column in zip(*rows, strict=True)]
+            table = pyarrow.table(dict(zip(names, columns, strict=True)))
+        else:
+            table = pyarrow.Table.from_batches([rows])
+        for name, column in more.items():
+            table = table.append_column(name, pyarrow.array(column.tolist()))
+        writer = writer or parquet.ParquetWriter(path, table.schema)
+        writer.write_table(table)
+
+    try:
+        yield write
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+# Events
+
+
+class Row(NamedTuple):
+    """One event as it is written in a file, and where."""
+
+    where: str
+    user: str
+    mark: str
+    time: str
+
+
+def read_rows(path: Path, columns: Columns) -> Iterator[Row]:
+    """The rows of a CSV or Parquet file; each says whose event it is, if there are users."""
+    with opened(path) as (names, lines):
+        places = _places(path, names, columns)
+        least = 1 + max(place for place in places if place is not None)
+        for line, cells in lines:
+            if len(cells) < least:
+                raise ValueError(
+                    f"{line} of {path} has {len(cells)} cells, but {least} or more are needed: the file "
+                    "is cut short or of another format"
+                )
+            row = Row(f"{line} of {path}", *("" if i is None else cells[i].strip() for i in places))
+            if not row.user and columns.get("user") != NONE:
+                raise ValueError(
+                    f"{row.where} does not say whose event it is: name the user, leave the row out, or make "
+                    f"one sequence of all rows (--user {NONE})"
+                )
+            yield row
+
+
+def _places(path: Path, names: Sequence[str], columns: Columns) -> list[int | None]:
+    """Where user, mark and time are; None for what there is not."""
+    if not any(names):
+        raise ValueError(f"{path} is empty, or its first line is: that line names the columns")
+    lower = [name.strip().lower() for name in names]
+    places: list[int | None] = []
+    for what, spellings in COLUMNS.items():
+        asked = columns.get(what)
+        if asked == NONE and what != "time":
+            places.append(None)
+            continue
+        found = [lower.index(spelling) for spelling in spellings if spelling in lower]
+        if asked is not None:
+            found = [list(names).index(known(f"column of {path}", asked, names))]
+        if not found:
+            none = f", or --{what} {NONE} if there is none" if what != "time" else ""
+            raise ValueError(
+                f"{path} names no column of the {what} ({', '.join(spellings)}), but "
+                f"{', '.join(names)[:120]}: say which it is, --{what} NAME{none}"
+            )
+        name = names[found[0]]
+        if list(names).count(name) > 1:
+            raise ValueError(
+                f"{list(names).count(name)} columns are called {name!r}, and {path} does not say which holds "
+                f"the {what}: rename one"
+            )
+        places.append(found[0])
+    return places
+
+
+def moment(text: str, unit: str, where: str) -> float:
+    """A number as it is, or a date (ISO 8601; without an offset: UTC) counted in `unit` from 1970 on."""
+    try:
+        number = float(text)
+    except ValueError:
+        try:
+            date = datetime.fromisoformat(text)
+        except ValueError:
+            shown = repr(text[:40]) if text else "empty"
+            raise ValueError(
+                f"{where} has a time that is {shown}: a number or an ISO date is needed"
+            ) from None
+        date = date if date.tzinfo else date.replace(tzinfo=UTC)
+        return date.timestamp() / SECONDS[known("unit to count dates in", unit, SECONDS)]
+    if not isfinite(number):
+        raise ValueError(f"{where} has a time that is {text}: every time must be finite; leave the row out")
+    if abs(number) > EXACT and text.lstrip("+-").isdigit() and int(text) != number:
+        raise ValueError(
+            f"{where} has a time that is {text}, which float64 would round: count from a later start, or in "
+            "a larger unit"
+        )
+    return number
+
+
+def is_number(text: str) -> bool:
+    """Whether a text is one number."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

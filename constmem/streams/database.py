@@ -1,0 +1,216 @@
+"""The file of a store: SQLite tables of states, of a journal of later rows, and of positions."""
+
+import errno
+import hashlib
+import json
+import os
+import sqlite3
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+Key = Hashable
+Position = int | str
+VERSION = 1
+SEAL = 8  # bytes of the checksum behind each content
+SCHEMA = """
+create table about (name text primary key, value text not null);
+create table states (key primary key, upto integer not null, content blob not null);
+create table journal (id integer primary key, content blob not null);
+create table sources (name text primary key, position not null);
+"""
+WRITE = (
+    "insert into states values (?, ?, ?) "
+    "on conflict (key) do update set upto = excluded.upto, content = excluded.content"
+)
+
+
+class Database:
+    """One SQLite file in WAL mode, held by one process; every content is sealed by a checksum.
+
+    Args:
+        about: what the states are of; a file of anything else is refused.
+        power: whether what was committed outlives a loss of power, too, at the cost of waiting for the disk.
+            A process that is killed loses nothing either way.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], about: dict[str, Any], *, power: bool = True) -> None:
+        self.path = Path(path)
+        if self.path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "a store is a file, and this is a folder", str(path))
+        with self._clear():
+            self._sqlite = sqlite3.connect(
+                self.path, isolation_level=None, check_same_thread=False, timeout=1
+            )
+        try:
+            with self._clear():
+                self._open(about, power)
+        except BaseException:
+            self._sqlite.close()
+            raise
+
+    def _open(self, about: dict[str, Any], power: bool) -> None:
+        run = self._sqlite.execute
+        run("pragma locking_mode = exclusive")
+        run("pragma journal_mode = wal")
+        run(f"pragma synchronous = {'full' if power else 'normal'}")
+        run("pragma cache_size = -65536")  # kB
+        wanted = {"format": "constmem.store", "version": VERSION} | about
+        with self.transaction():
+            known = {name for (name,) in run("select name from sqlite_master where type = 'table'")}
+            if not known:
+                for statement in filter(str.strip, SCHEMA.split(";")):
+                    run(statement)
+                run("insert into about values ('about', ?)", (json.dumps(wanted),))
+        if known and not known >= {"about", "states", "journal", "sources"}:
+            raise ValueError(f"{self.path} is a database, but no store: its tables are {sorted(known)}")
+        found = self._about()
+        for name, value in json.loads(json.dumps(wanted)).items():
+            if found.get(name) != value:
+                raise ValueError(
+                    f"{self.path} is a store whose {name} is {found.get(name)!r}, but here it is {value!r}: "
+                    "open it with the model and settings it was made with, or take another file"
+                )
+
+    def _about(self) -> dict[str, Any]:
+        row = self._sqlite.execute("select value from about where name = 'about'").fetchone()
+        try:
+            found: dict[str, Any] = json.loads(row[0])
+            found["format"]
+        except (TypeError, ValueError, KeyError) as error:
+            raise self._damaged("what it says about itself cannot be read") from error
+        return found
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All that is written inside of it is there afterwards, or nothing of it."""
+        with self._clear():
+            self._sqlite.execute("begin immediate")
+            try:
+                yield
+                self._sqlite.execute("commit")
+            except BaseException:
+                with suppress(sqlite3.Error):  # SQLite has done so by itself
+                    self._sqlite.execute("rollback")
+                raise
+
+    def states(self, keys: Iterable[Key]) -> Iterator[tuple[Key, int, bytes]]:
+        """Those that are there: the key, up to which entry of the journal they hold it, and the content."""
+        with self._clear():
+            for key in keys:
+                found = self._sqlite.execute(
+                    "select upto, content from states where key = ?", (key,)
+                ).fetchone()
+                if found is not None:
+                    yield (
+                        key,
+                        found[0],
+                        self._opened(f"{key!r} {found[0]}", found[1], f"the state of {key!r}"),
+                    )
+
+    def write_states(self, rows: Iterable[tuple[Key, int, bytes]]) -> None:
+        """Inside of a transaction: what is held of these keys from now on."""
+        sealed = ((key, upto, _sealed(f"{key!r} {upto}", content)) for key, upto, content in rows)
+        self._sqlite.executemany(WRITE, sealed)
+
+    def delete_states(self, keys: Iterable[Key]) -> None:
+        """Inside of a transaction."""
+        self._sqlite.executemany("delete from states where key = ?", ((key,) for key in keys))
+
+    def keys(self, prefix: str, after: str | None, number: int) -> list[str]:
+        """Texts in order: those that begin so, behind `after`."""
+        low = "key > ?" if after is not None and after >= prefix else "key >= ?"
+        start = after if after is not None and after >= prefix else prefix
+        with self._clear():
+            query = f"select key from states where typeof(key) = 'text' and {low} order by key limit ?"
+            found = [key for (key,) in self._sqlite.execute(query, (start, number))]
+        return [key for key in found if key.startswith(prefix)]
+
+    def number(self) -> int:
+        """How many states there are."""
+        with self._clear():
+            (found,) = self._sqlite.execute("select count(*) from states").fetchone()
+        return int(found)
+
+    def append(self, entry: int, content: bytes | bytearray) -> None:
+        """Inside of a transaction: one more entry of the journal."""
+        self._sqlite.execute("insert into journal values (?, ?)", (entry, content))
+
+    def journal(self, after: int = 0) -> Iterator[tuple[int, bytes]]:
+        """All entries, the oldest first."""
+        while True:
+            with self._clear():
+                query = "select id, content from journal where id > ? order by id limit 1"
+                found = self._sqlite.execute(query, (after,)).fetchone()
+            if found is None:
+                return
+            after = found[0]
+            yield found
+
+    def forget(self, before: int) -> None:
+        """Inside of a transaction: entries that all states hold."""
+        self._sqlite.execute("delete from journal where id < ?", (before,))
+
+    def positions(self) -> dict[str, Position]:
+        """Of every source."""
+        with self._clear():
+            return dict(self._sqlite.execute("select name, position from sources").fetchall())
+
+    def place(self, positions: dict[str, Position]) -> None:
+        """Inside of a transaction: how far these sources were taken in."""
+        self._sqlite.executemany("insert or replace into sources values (?, ?)", positions.items())
+
+    def check(self) -> None:
+        """Look at every page and every checksum; raises where something is damaged."""
+        with self._clear():
+            found = [row[0] for row in self._sqlite.execute("pragma integrity_check(3)")]
+            if found != ["ok"]:
+                raise self._damaged("; ".join(found))
+            for (key,) in self._sqlite.execute("select key from states"):
+                list(self.states([key]))
+
+    def close(self) -> None:
+        """Let go of the file."""
+        with self._clear():
+            self._sqlite.close()
+
+    def _opened(self, salt: str, content: Any, what: str) -> bytes:
+        if not isinstance(content, bytes) or _seal(salt, content[:-SEAL]) != content[-SEAL:]:
+            raise self._damaged(f"{what} is not what was written")
+        return content[:-SEAL]
+
+    def _damaged(self, why: str) -> ValueError:
+        return ValueError(f"{self.path} is damaged: {why}; take a copy of it, or delete it and begin again")
+
+    @contextmanager
+    def _clear(self) -> Iterator[None]:
+        """Errors of SQLite in this library's words."""
+        try:
+            yield
+        except UnicodeEncodeError as error:
+            raise ValueError(f"a key must be a text that UTF-8 can hold: {error}") from error
+        except OverflowError as error:
+            raise ValueError(f"a key or a position is too large a number for a store: {error}") from error
+        except sqlite3.Error as error:
+            name, path = getattr(error, "sqlite_errorname", "SQLITE_ERROR"), str(self.path)
+            if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+                why = "another process holds this store, or another Store of this one: close it first"
+                raise BlockingIOError(errno.EAGAIN, why, path) from error
+            if name.startswith(("SQLITE_FULL", "SQLITE_IOERR")):
+                why = f"the store could not be read or written ({error}): nothing of this call was taken"
+                raise OSError(errno.ENOSPC if "FULL" in name else errno.EIO, why, path) from error
+            if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH")):
+                why = f"the store cannot be opened to write ({error})"
+                raise PermissionError(errno.EACCES, why, path) from error
+            raise self._damaged(str(error)) from error
+
+
+def _seal(salt: str, content: bytes) -> bytes:
+    digest = hashlib.sha256(content)
+    digest.update(salt.encode(errors="surrogatepass"))
+    return digest.digest()[:SEAL]
+
+
+def _sealed(salt: str, content: bytes) -> bytes:
+    return content + _seal(salt, content)
