@@ -34,7 +34,7 @@ FUNCTIONS: dict[str, Any] = {
     "Hartmann, 6-D": lambda: Hartmann(dim=6, negate=True),
 }
 WAYS = ("constant memory", "Gaussian process", "random")
-STEPS, SEEDS = 40, 5
+STEPS, SEEDS = 30, 3
 EFFORT: dict[str, Any] = {"num_restarts": 4, "raw_samples": 128, "options": {"maxiter": 80}}
 
 

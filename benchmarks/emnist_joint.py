@@ -50,7 +50,8 @@ def measured(name: str, model: Model) -> list[dict[str, Any]]:
             xt, yt = x[:, targets], y[:, targets]
             alone: Any = model.query(state, xt)
             count = IMAGES * TARGETS
-            row = {"model": name, "test": test, "context": n, "points": count}
+            measure = "grey level" if model.config.get("levels") else "density"
+            row = {"model": name, "test": test, "context": n, "points": count, "measure": measure}
             row["independent"] = float(alone.log_prob(yt).sum()) / count
             row["one_after_another"] = float(joint_log_prob(model, state, xt, yt).sum()) / count
             if isinstance(alone, JointNormal):
@@ -97,7 +98,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
     head += ["all at once, low rank"] if low else []
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
-        cells = [row["model"], row["test"], str(row["context"])]
+        cells = [f"{row['model']}, {row['measure']}", row["test"], str(row["context"])]
         cells += [f"{row[key]:.2f}" for key in ("independent", "one_after_another")]
         cells += [f"{row['low_rank']:.2f}" if "low_rank" in row else ""] if low else []
         lines.append(f"| {' | '.join(cells)} |")

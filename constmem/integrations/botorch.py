@@ -18,6 +18,7 @@ from torch import Tensor
 
 from constmem.core.moments import Moments
 from constmem.neural_processes import NeuralProcess
+from constmem.neural_processes.experts import mixture, standardised
 from constmem.neural_processes.low_rank import JointNormal
 from constmem.neural_processes.regression import Posterior, Regression
 
@@ -27,11 +28,14 @@ SHORTEST, LONGEST = (
     0.2,
     4.0,
 )  # lengths that functions are smooth over, in half widths of a box of one dimension
-AMPLITUDES, NOISE = (0.3, 3.0), 0.01  # of functions and of noise, in deviations of what was observed
+AMPLITUDES, NOISE = (0.3, 6.0), 2e-3  # of functions and of noise, in deviations of what was observed
 
 
 class Surrogate(Model):
     """What both surrogates share: a normal posterior of one output over the points of each batch together."""
+
+    dim: int  # of inputs
+    device: torch.device
 
     @abstractmethod
     def _joint(self, x: Tensor, *, noise: bool) -> tuple[Tensor, Tensor]:
@@ -40,11 +44,6 @@ class Surrogate(Model):
     @abstractmethod
     def condition_on_observations(self, X: Tensor, Y: Tensor, **kwargs: Any) -> "Surrogate":  # noqa: N803
         """A surrogate with more observations, imagined ones too: Y (*f, *b, q, 1) makes a batch of states."""
-
-    @property
-    @abstractmethod
-    def dim(self) -> int:
-        """Of inputs."""
 
     @property
     def num_outputs(self) -> int:
@@ -100,11 +99,6 @@ class Surrogate(Model):
             )
         return self
 
-    @property
-    @abstractmethod
-    def device(self) -> torch.device:
-        """Where the state is."""
-
 
 class RegressionSurrogate(Surrogate):
     """Smooth functions in a box, untrained: Bayesian linear regressions of many lengths, by their evidence.
@@ -125,7 +119,7 @@ class RegressionSurrogate(Surrogate):
         (True, 20)
     """
 
-    def __init__(self, bounds: Tensor, *, features: int = 256, experts: int = 32, seed: int = 0) -> None:
+    def __init__(self, bounds: Tensor, *, features: int = 256, experts: int = 48, seed: int = 0) -> None:
         super().__init__()
         if bounds.ndim != 2 or len(bounds) != 2 or not bool((bounds[1] > bounds[0]).all()):
             raise ValueError(f"bounds must be (2, d), the lowest below the highest, not {bounds.tolist()}")
@@ -144,20 +138,13 @@ class RegressionSurrogate(Surrogate):
     def _start(self, moments: Moments, units: tuple[float, float]) -> None:
         """Take on a state, in units (mean and deviation) of outcomes."""
         self.moments, self.units = moments, units
+        self.dim, self.device = self._bounds.shape[1], moments.count.device
         self.posterior_ = self._read(moments, units)
 
     def _read(self, moments: Moments, units: tuple[float, float]) -> Posterior:
         """What the experts that matter know; outcomes are standardised within the moments."""
-        (mean, std), batch = units, moments.count.shape
-        gram, sums = moments.gram[..., :-1, :-1], moments.gram[..., :-1, -1:]
-        cross, total = moments.cross[..., :-1, :], moments.cross[..., -1, :]
-        count = moments.count[..., None]
-        square = (moments.square - 2 * mean * total + mean**2 * count) / std**2
-        own = Moments(gram, (cross - mean * sums) / std, square, moments.count)
-        flat = Moments(
-            *(t.reshape(-1, *t.shape[len(batch) :]) for t in (own.gram, own.cross, own.square, own.count))
-        )
-        found = self.regression.read(flat)
+        own, batch = standardised(moments, *units), moments.count.shape
+        found = self.regression.read(Moments(*(t.reshape(-1, *t.shape[len(batch) :]) for t in own.parts)))
         weight = found.evidence.log_softmax(-1)
         kept = weight.exp().amax(0) > NEGLIGIBLE
         parts = weight[:, kept].log_softmax(-1), found.weights[:, kept], found.covariance[:, kept]
@@ -167,14 +154,6 @@ class RegressionSurrogate(Surrogate):
     @property
     def batch_shape(self) -> torch.Size:
         return self.moments.count.shape
-
-    @property
-    def dim(self) -> int:
-        return self._bounds.shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        return self.moments.count.device
 
     @property
     def count(self) -> int:
@@ -198,7 +177,7 @@ class RegressionSurrogate(Surrogate):
             raise ValueError("some outcomes are not finite: leave those points out")
         phi = self._features(x)
         more = Moments.observe(torch.cat([phi, torch.ones_like(phi[..., :1])], -1), y.double())
-        own = (t.expand((*batch, *t.shape[self.moments.count.ndim :])) for t in self.moments._all)
+        own = (t.expand((*batch, *t.shape[self.moments.count.ndim :])) for t in self.moments.parts)
         return Moments(*own).merge(more)
 
     def _made(self, moments: Moments, units: tuple[float, float]) -> "RegressionSurrogate":
@@ -213,27 +192,9 @@ class RegressionSurrogate(Surrogate):
         return self.regression.features(2 * (x.double() - low) / (high - low) - 1)
 
     def _joint(self, x: Tensor, *, noise: bool) -> tuple[Tensor, Tensor]:
-        phi, (log_weight, weights, covariance) = self._features(x), self.posterior_
-        batch = torch.broadcast_shapes(x.shape[:-2], self.batch_shape)
-        if self.batch_shape:  # each batch of points has a state of its own
-            phi = phi.expand(*batch, *phi.shape[-2:])[..., None, :, :]
-            mean = (phi @ weights).squeeze(-1)  # (*b, k, q)
-            each = phi @ covariance @ phi.mT
-        else:
-            flat = phi.reshape(-1, phi.shape[-1])
-            mean = (flat @ weights.squeeze(-1).T).unflatten(0, phi.shape[:-1]).mT
-            half = (flat @ covariance).unflatten(1, phi.shape[:-1]).movedim(0, -3)  # (*b, k, q, p)
-            each = half @ phi[..., None, :, :].mT
-        if noise:
-            each = each + self._noise[:, None, None] * torch.eye(
-                x.shape[-2], dtype=each.dtype, device=x.device
-            )
-        weight = log_weight.exp()[..., None]
-        middle = (weight * mean).sum(-2)
-        apart = mean - middle[..., None, :]
-        spread = (weight[..., None] * (each + apart[..., :, None] * apart[..., None, :])).sum(-3)
+        mean, covariance = mixture(self.posterior_, self._features(x), self._noise if noise else None)
         shift, scale = self.units
-        return shift + scale * middle, scale**2 * spread
+        return shift + scale * mean, scale**2 * covariance
 
 
 class ProcessSurrogate(Surrogate):
@@ -257,6 +218,7 @@ class ProcessSurrogate(Surrogate):
         self, model: NeuralProcess[Any, Any], state: Any = None, *, batch: torch.Size | tuple[int, ...] = ()
     ) -> None:
         super().__init__()
+        self.dim, self.device = model.dim_x, model.device
         if model.dim_y != 1:
             raise ValueError(
                 f"the model has {model.dim_y} outputs, but one is optimised: take a model of one"
@@ -274,14 +236,6 @@ class ProcessSurrogate(Surrogate):
     @property
     def batch_shape(self) -> torch.Size:
         return self._batch
-
-    @property
-    def dim(self) -> int:
-        return self.model.dim_x
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
 
     def condition_on_observations(self, X: Tensor, Y: Tensor, **_: Any) -> "ProcessSurrogate":  # noqa: N803
         x, y, batch = self._observed(X, Y)

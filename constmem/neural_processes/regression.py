@@ -219,9 +219,12 @@ class Regression(nn.Module):
         noise = (2 * self.log_noise.double()).exp()  # (k,)
         outer = scale[:, :, None] * scale[:, None]
         eye = torch.eye(scale.shape[-1], dtype=scale.dtype, device=scale.device)
-        inverse, log_det = Inverse.apply(eye + moments.gram[:, None] * (outer / noise[:, None, None]))  # type: ignore[no-untyped-call]
+        matrix = eye + moments.gram[:, None] * (outer / noise[:, None, None])
+        inverse, log_det = Inverse.apply(matrix)  # type: ignore[no-untyped-call]
         covariance = outer * inverse
-        weights = covariance @ (moments.cross[:, None] / noise[:, None, None])
+        right = scale[..., None] * moments.cross[:, None] / noise[:, None, None]
+        weights = inverse @ right  # in units of the prior, once refined: little noise would cost their digits
+        weights = scale[..., None] * (weights + inverse @ (right - matrix @ weights))
         left = moments.square[:, None] - (moments.cross[:, None] * weights).sum(-2)  # (b, k, y)
         one = moments.count[:, None] * (2 * torch.pi * noise).log() + log_det  # (b, k)
         evidence = -0.5 * (left.shape[-1] * one + left.sum(-1) / noise)
