@@ -10,7 +10,6 @@ function (LogEI) and the same effort to maximise it.
 import argparse
 import time
 import warnings
-from statistics import median
 from typing import Any
 
 import torch
@@ -70,24 +69,6 @@ def optimised(name: str, way: str, seed: int, steps: int) -> dict[str, Any]:
     return row | {"seconds_a_step": (time.perf_counter() - begun) / steps}
 
 
-def summary(rows: list[dict[str, Any]]) -> str:
-    """What the rows say, for the documents."""
-    steps, seeds = rows[0]["steps"], len({row["seed"] for row in rows})
-    lines = [
-        f"| median regret of {seeds} runs | after {steps // 2} steps: constant memory | Gaussian process | "
-        f"random | after {steps} steps: constant memory | Gaussian process | random |",
-        "|---" * 7 + "|",
-    ]
-    for name in dict.fromkeys(row["function"] for row in rows):
-        cells = [
-            f"{median(row[key] for row in rows if (row['function'], row['way']) == (name, way)):.3g}"
-            for key in ("half", "all")
-            for way in WAYS
-        ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", "`python benchmarks/bayesian_optimisation.py`, LogEI, one point a step."])
-
-
 def main() -> None:
     warnings.simplefilter("ignore", BotorchWarning)
     warnings.filterwarnings("ignore", category=RuntimeWarning)
@@ -103,7 +84,6 @@ def main() -> None:
             for way in WAYS:
                 rows.append(optimised(name, way, seed, asked.steps))
                 print(rows[-1], flush=True)
-    print(summary(rows))
     if not asked.dry:
         save("bayesian_optimisation", rows, **provenance(0, "standard functions, without noise"))
 

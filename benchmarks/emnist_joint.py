@@ -98,7 +98,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
     head += ["all at once, low rank"] if low else []
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
-        cells = [f"{row['model']}, {row['measure']}", row["test"], str(row["context"])]
+        cells = [f"{row['model']}, {row.get('measure', 'density')}", row["test"], str(row["context"])]
         cells += [f"{row[key]:.2f}" for key in ("independent", "one_after_another")]
         cells += [f"{row['low_rank']:.2f}" if "low_rank" in row else ""] if low else []
         lines.append(f"| {' | '.join(cells)} |")
