@@ -1,4 +1,4 @@
-"""The command line, `constmem demo | fit | train | eval | table | plot | forecast | data`; help is quick."""
+"""The command line, `constmem demo | fit | train | eval | plot | forecast | page | data`; help is quick."""
 
 import os
 import shlex
@@ -11,12 +11,14 @@ import typer
 from constmem import __version__
 from constmem.core.registry import EVENTS, POINTS, with_variants
 from constmem.data import catalogue
+from constmem.serve import command_line as serving
 from constmem.tabular import command_line
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 data_app = typer.Typer(help="Data sets: what is there, and how to prepare what is not.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 command_line.register(app)
+serving.register(app)
 
 
 def _print_version(asked: bool) -> None:

@@ -72,6 +72,8 @@ def test_wheel_and_sdist_hold_the_package_and_nothing_else(built: Path) -> None:
         "kernels/native.cpp",
         "neural_processes/pretrained/emnist/model.safetensors",
         "data/power_plant.csv",
+        "serve/web/kernels.wasm",
+        "serve/web/index.html",
         "data/power_plant.LICENSE.md",
     )
     wanted = {f"constmem/{name}" for name in shipped}

@@ -61,7 +61,7 @@ class Store:
         memory: int = 2**28,
         single: bool = False,
         power: bool = True,
-        journal: int = 8192,
+        journal: int = 32_768,
     ) -> None:
         checks.positive("memory", memory)
         checks.positive("journal", journal)
@@ -112,7 +112,7 @@ class Store:
         _require_places(positions)
         with self._locked() as held:
             new = tuple(self._is_new(name, place) for name, place in positions.items())
-            if all(new) and (rows or positions):
+            if all(new) and rows:
                 numbers: dict[Hashable, int] = {}
                 places = np.array([numbers.setdefault(name, len(numbers)) for name in rows], np.int64)
                 held.take(list(numbers), places, *given, positions)
@@ -128,6 +128,12 @@ class Store:
         """How far a source was taken in; None: not at all."""
         with self._locked() as held:
             return held.positions.get(source)
+
+    def move(self, source: str, position: Position) -> None:
+        """Remember how far a source was taken in, where nothing of it was to be kept."""
+        _require_places({source: position})
+        with self._locked() as held:
+            held.take([], np.zeros(0, np.int64), Tensor(), None, {source: position})
 
     def predict(self, keys: Sequence[Hashable], xt: Any = None, *, chunk: int = 4096) -> Any:
         """As of `StreamPool.predict`."""

@@ -164,14 +164,14 @@ def killed(work: Callable[[Callable[[int], None]], None], after: float) -> int:
 
 def kill_often(path: Path, times: int, seed: int) -> int:
     """Rows in steps of any size into a store whose process is killed again and again; how often at work."""
-    names, x, y = rows(4000, 200)
+    names, x, y = rows(2000, 120)
     draw, acknowledged, at_work = random.Random(seed), 0, 0
 
     def work(report: Callable[[int], None]) -> None:
         with Store(path, MODEL, memory=1, journal=60) as store:
             where = int(store.position("test") or 0)
-            while where < 4000:
-                stop = min(where + draw.randint(1, 40), 4000)
+            while where < 2000:
+                stop = min(where + draw.randint(1, 40), 2000)
                 here = slice(where, stop)
                 store.observe(names[here], x[here], y[here], source="test", position=stop)
                 report(stop)
@@ -183,9 +183,9 @@ def kill_often(path: Path, times: int, seed: int) -> int:
         with Store(path, MODEL, memory=1, journal=60) as store:
             found = int(store.position("test") or 0)
             assert found >= acknowledged  # what was answered for is there
-            at_work += found < 4000
+            at_work += found < 2000
             require_same(store, alone(MODEL, names[:found], x[:found], y[:found]))
-        if found == 4000:
+        if found == 2000:
             path.unlink()
             acknowledged = 0
     return at_work

@@ -1,0 +1,310 @@
+"""Where rows come from: JSON lines or a Redis stream, each taken into a store exactly once."""
+
+import hashlib
+import json
+import os
+import select
+import time
+from collections.abc import Callable, Hashable, Iterator
+from itertools import chain
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from constmem.core.model import CONFIG, SHIPPED, _read_config
+from constmem.core.registry import EVENTS
+from constmem.neural_processes import NeuralProcess
+from constmem.point_processes import PointProcess
+from constmem.streams import AnyModel
+from constmem.streams.store import Store
+
+LONGEST = 2**20  # bytes of a line
+PATIENCE = 30.0  # seconds between attempts to reach Redis, at most
+Row = tuple[Hashable, Any, Any]
+Report = Callable[[str], None]
+Stop = Callable[[], bool]
+
+
+class BadRowError(ValueError):
+    """A row that cannot be taken, and where it stands."""
+
+
+def load_model(folder: str | os.PathLike[str]) -> AnyModel:
+    """Whatever model a folder holds, of points or of events, or one that comes with the package."""
+    home = SHIPPED.get(str(folder), Path(folder))
+    own = home if (Path(folder) / CONFIG).is_file() is False else Path(folder)
+    family: Any = PointProcess if _read_config(own / CONFIG)["model"] in EVENTS else NeuralProcess
+    found: AnyModel = family.from_pretrained(folder)
+    return found
+
+
+class Rows:
+    """How JSON holds rows: {"key", "x", "y"} of points, {"key", "time", "mark"} of events."""
+
+    def __init__(self, model: AnyModel) -> None:
+        self.events = isinstance(model, PointProcess)
+        self.names = ("key", "time", "mark") if self.events else ("key", "x", "y")
+        self.widths = (1, 1) if isinstance(model, PointProcess) else (model.dim_x, model.dim_y)
+        self.marks = model.num_marks if isinstance(model, PointProcess) else 0
+
+    def read(self, given: Any) -> Row:
+        """Key, x and y, or key, time and mark, of one row; ValueError says what is wrong with it."""
+        if not isinstance(given, dict):
+            raise ValueError(f"a row is an object such as {self.example}, not {_shown(given)}")
+        if unknown := given.keys() - set(self.names):
+            raise ValueError(
+                f"a row has no {_shown(sorted(map(str, unknown))[0])}: it is such as {self.example}"
+            )
+        key = given.get("key")
+        if not isinstance(key, str | int) or isinstance(key, bool):
+            raise ValueError(f"the key of a row is a text or a whole number, not {_shown(key)}")
+        return key, *self.values(given)
+
+    def values(self, given: dict[str, Any]) -> tuple[Any, Any]:
+        """x and y, or time and mark."""
+        if not self.events:
+            return numbers("x", given.get("x"), self.widths[0]), numbers("y", given.get("y"), self.widths[1])
+        mark = given.get("mark", -1)
+        if not isinstance(mark, int) or isinstance(mark, bool) or not -1 <= mark < self.marks:
+            raise ValueError(
+                f"a mark is a whole number below {self.marks}, or -1 if unknown, not {_shown(mark)}"
+            )
+        return numbers("time", given.get("time"), 1)[0], mark
+
+    def columns(self, x: list[Any], y: list[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """The same of many rows, as columns."""
+        first, second = self.names[1:]
+        inputs, outputs = column(x, self.widths[0]), column(y, self.widths[1])
+        whole = not self.events or (set(map(type, y)) == {int} and min(y) >= -1 and max(y) < self.marks)
+        if whole and inputs is not None and outputs is not None:
+            return (inputs[:, 0], np.array(y)) if self.events else (inputs, outputs)
+        rows = [self.values({first: a, second: b}) for a, b in zip(x, y, strict=True)]  # names what is wrong
+        return np.array([a for a, _ in rows]), np.array([b for _, b in rows])
+
+    @property
+    def example(self) -> str:
+        """A row as text."""
+        if self.events:
+            return '{"key": "ann", "time": 12.5, "mark": 0}'
+        x, y = (0.5 if width == 1 else [0.5] * width for width in self.widths)
+        return json.dumps({"key": "ann", "x": x, "y": y})
+
+
+def numbers(name: str, given: Any, width: int) -> list[float]:
+    """So many finite numbers; a single one may stand without a list."""
+    values = [given] if width == 1 and not isinstance(given, list) else given
+    if not isinstance(values, list) or len(values) != width:
+        many = "a number" if width == 1 else f"a list of {width} numbers"
+        raise ValueError(f"{name} is {many}, not {_shown(given)}")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name} holds {_shown(value)}, which is no number")
+        if not isfinite(value) or abs(value) > 1e300:
+            raise ValueError(f"{name} holds {_shown(value)}: leave out rows that are not finite")
+    return [float(value) for value in values]
+
+
+def column(given: list[Any], width: int) -> NDArray[np.float64] | None:
+    """So many finite numbers of each row, (rows, width); None where `numbers` would find something else."""
+    flat = given
+    if set(map(type, given)) == {list}:
+        if set(map(len, given)) != {width}:
+            return None
+        flat = list(chain.from_iterable(given))
+    elif width != 1:
+        return None
+    if not set(map(type, flat)) <= {int, float}:
+        return None
+    try:
+        found = np.array(flat, np.float64).reshape(-1, width)
+    except OverflowError:
+        return None
+    return found if bool((np.abs(found) <= 1e300).all()) else None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value) if not isinstance(value, int) or abs(value) < 1e18 else "a huge number"
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+class Consumer:
+    """Takes rows of one source into a store, with their positions; bad ones end it, or are left out.
+
+    Args:
+        source: the name under which the store remembers how far it was taken in.
+        skip: whether to leave out bad rows, and go on.
+        report: is told what a person may want to know.
+    """
+
+    def __init__(self, store: Store, source: str, *, skip: bool = False, report: Report = print) -> None:
+        self.store, self.source, self.skip, self.report = store, source, skip, report
+        self.rows = Rows(store.model)
+        self.taken = self.skipped = 0
+
+    def take(self, batch: list[tuple[Any, str]]) -> None:
+        """Take in rows as they came, each with the position behind it: all, or those before a bad one."""
+        good: list[tuple[Row | None, str]] = []
+        for given, position in batch:
+            try:
+                good.append((self.rows.read(_parsed(given)), position))
+            except ValueError as error:
+                if not self.skip:
+                    self._commit(good)
+                self._bad(position, error)
+                good.append((None, position))
+        self._commit(good)
+
+    def _commit(self, batch: list[tuple[Row | None, str]]) -> None:
+        """In one transaction; where rows are refused, the bad ones are found by halving."""
+        if not batch:
+            return
+        rows = [row for row, _ in batch if row is not None]
+        keys, x, y = ([row[i] for row in rows] for i in range(3))
+        try:
+            if rows:
+                self.store.observe(keys, x, y, source=self.source, position=batch[-1][1])
+            else:
+                self.store.move(self.source, batch[-1][1])
+            self.taken += len(rows)
+        except ValueError as error:
+            if len(batch) > 1:
+                self._commit(batch[: len(batch) // 2])
+                self._commit(batch[len(batch) // 2 :])
+            else:
+                self._bad(batch[0][1], error)
+                self._commit([(None, batch[0][1])])
+
+    def _bad(self, position: str, error: ValueError) -> None:
+        if not self.skip:
+            raise BadRowError(f"{self.source} at {position}: {error}") from error
+        self.skipped += 1
+        if self.skipped <= 10:
+            self.report(f"left out: {self.source} at {position}: {error}")
+
+
+def _parsed(given: bytes | dict[bytes, bytes]) -> Any:
+    """A row of JSON; of fields, each value but the key is JSON by itself."""
+    try:
+        if isinstance(given, bytes):
+            return json.loads(given)
+        named = ((name.decode(), value) for name, value in given.items())
+        return {name: value.decode() if name == "key" else json.loads(value) for name, value in named}
+    except RecursionError as error:
+        raise ValueError("lists in lists without end") from error
+
+
+def consume_lines(consumer: Consumer, handle: int, *, batch: int = 512, stop: Stop = lambda: False) -> None:
+    """Take in JSON lines of a file descriptor, from behind those that were taken before, to the end.
+
+    The position is the number of lines, and a digest of them: after a stop, give the same lines again.
+    """
+    before, _, expected = str(consumer.store.position(consumer.source) or "0 ").partition(" ")
+    skipped, digest, number = int(before), hashlib.sha256(), 0
+    if skipped:
+        consumer.report(f"{skipped:,} lines were taken before")
+    for lines in _lines(handle, batch, stop):
+        items = []
+        for line in lines:
+            number += 1
+            digest.update(line + b"\n")
+            name = f"{number} {digest.copy().hexdigest()[:16]}" if number >= skipped else ""
+            if number == skipped and name != f"{skipped} {expected}":
+                raise ValueError(
+                    f"these are not the lines of which {skipped:,} were taken as {consumer.source!r} before: "
+                    "give the same from the beginning, or another --source for others"
+                )
+            if number > skipped:
+                items.append((line, name))
+        consumer.take([(line, name) for line, name in items if line.strip()])
+    if number < skipped and not stop():
+        raise ValueError(
+            f"there are only {number:,} lines, but {skipped:,} of {consumer.source!r} were taken before"
+        )
+
+
+def _lines(handle: int, batch: int, stop: Stop) -> Iterator[list[bytes]]:
+    """What is there of complete lines, some at a time."""
+    rest = b""
+    while not stop():
+        if not select.select([handle], [], [], 0.2)[0]:
+            continue
+        block = os.read(handle, 2**18)
+        lines = (rest + block).split(b"\n")
+        rest = lines.pop()
+        if len(rest) > LONGEST:
+            raise ValueError(f"a line is longer than {LONGEST:,} bytes: one row is one line")
+        if not block and rest:
+            lines.append(rest)
+        for start in range(0, len(lines), batch):
+            yield lines[start : start + batch]
+        if not block:
+            return
+
+
+def consume_redis(
+    consumer: Consumer, url: str, stream: str, *, batch: int = 512, idle: float | None = None,
+    stop: Stop = lambda: False,
+) -> None:  # fmt: skip
+    """Take in a Redis stream, from behind the entry that was taken last; waits for more, and for Redis.
+
+    An entry has a field `row` with a row as JSON, or the fields of a row, each as JSON; its key as it is.
+
+    Args:
+        idle: end when nothing came for so many seconds; None: never.
+    """
+    try:
+        import redis
+    except ImportError as error:
+        raise ImportError('this needs the package redis: pip install "constmem[redis]"') from error
+    client, waited, last = redis.Redis.from_url(url, socket_timeout=30), 0.5, time.monotonic()
+    checked = False
+    while not stop():
+        position = str(consumer.store.position(consumer.source) or "0-0")
+        try:
+            if not checked:
+                _require_same_stream(client, consumer, stream, position)
+            found: Any = client.xread({stream: position}, count=batch, block=200)
+            waited, checked = 0.5, True
+        except (redis.ConnectionError, redis.TimeoutError) as error:
+            consumer.report(f"Redis does not answer ({error}): trying again in {waited:g} s")
+            if idle is not None and time.monotonic() - last > idle:
+                raise OSError(f"Redis at {url} does not answer: {error}") from error
+            time.sleep(waited)
+            waited, checked = min(2 * waited, PATIENCE), False
+            continue
+        except redis.ResponseError as error:
+            raise ValueError(f"Redis refuses to read {stream!r}: {error}") from error
+        entries = found[0][1] if found else []
+        consumer.take([(fields.get(b"row", fields), name.decode()) for name, fields in entries])
+        if entries:
+            last = time.monotonic()
+        elif idle is not None and time.monotonic() - last > idle:
+            return
+
+
+def _require_same_stream(client: Any, consumer: Consumer, stream: str, position: str) -> None:
+    """Refuse a stream that begins anew, and say where entries were deleted before they were taken."""
+    if position == "0-0" or not client.exists(stream):
+        return
+    about = client.xinfo_stream(stream)
+    latest, deleted = (
+        _number(about.get(name, b"0-0")) for name in ("last-generated-id", "max-deleted-entry-id")
+    )
+    if latest < _number(position):
+        raise ValueError(
+            f"the Redis stream {stream!r} ends before {position}, where {consumer.source!r} was left: it "
+            "was made anew; give another --source to take it from its beginning"
+        )
+    if deleted > _number(position):
+        consumer.report(
+            f"warning: entries of {stream!r} behind {position} were deleted before they were taken"
+        )
+
+
+def _number(name: Any) -> tuple[int, int]:
+    text = name.decode() if isinstance(name, bytes) else str(name)
+    first, _, second = text.partition("-")
+    return int(first), int(second or 0)

@@ -1,0 +1,305 @@
+"""The page in a real browser: the library's numbers, controls by mouse and keys, clear words on errors."""
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from constmem import CMANP
+from constmem.neural_processes.points import Scales
+from constmem.serve.page import WEB, hosted, write_page
+from constmem.serve.web.build import build
+
+pytestmark = pytest.mark.browser
+api = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+Shown = Callable[..., Any]
+READY = '#panel-{}[data-ready="true"]'
+PREDICTED = """async ([folder, points, targets, removed]) => {
+    const [{ Kernels }, { fetchWeights }, { CMANP }] =
+        await Promise.all(["kernels", "weights", "model"].map((name) => import(`./${name}.js`)));
+    const kernels = await Kernels.load("kernels.wasm");
+    const model = new CMANP(await fetchWeights(folder, kernels));
+    const answer = (state) => {
+        const { mean, std } = model.predict(state, targets);
+        return [[...mean], [...std]];
+    };
+    const whole = model.observe(points), stream = model.empty();
+    for (const point of points) model.update(stream, point);
+    const merged = model.observe(points.slice(0, 3));
+    model.merge(merged, model.observe(points.slice(3)));
+    const less = model.copy(whole), done = model.remove(less, model.observe(removed));
+    const faded = model.observe(points.slice(0, 3));
+    model.decay(faded, -0.7);
+    model.merge(faded, model.observe(points.slice(3)));
+    return { answers: [whole, stream, merged, less, faded].map(answer), done, bytes: model.bytes };
+}"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    folder = write_page(tmp_path_factory.mktemp("page"))
+    with hosted(folder) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield folder, f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium")
+    with api.sync_playwright() as play:
+        started = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        with closing(started):
+            yield started
+
+
+@pytest.fixture
+def shown(site: tuple[Path, str], browser: Any) -> Iterator[Shown]:
+    """Open the page; at the end nothing may stand on the console."""
+    opened, said = [], []
+
+    def show(*, tab: str | None = "digit", script: str | None = None, width: int = 1100) -> Any:
+        page = browser.new_page(viewport={"width": width, "height": 850}, has_touch=width < 500)
+        opened.append(page)
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        if script is not None:
+            page.add_init_script(script)
+        page.goto(site[1])
+        if tab is not None:
+            page.wait_for_selector(READY.format("digit"))
+            page.click(f"#tab-{tab}")
+            page.wait_for_selector(READY.format(tab))
+        return page
+
+    yield show
+    for page in opened:
+        page.close()
+    assert [text for text in said if "Failed to load resource" not in text] == []
+
+
+def odd() -> CMANP:
+    """A model whose sizes fit no vector, with moments, in units of its own."""
+    torch.manual_seed(0)
+    sizes = {"dim": 42, "num_heads": 6, "depth": 2, "num_slots": 13, "num_latents": 11, "hidden": 27}
+    model = CMANP(dim_x=2, dim_y=3, residual="raw", embed_depth=2, moments=6, experts=3, **sizes)  # type: ignore[arg-type]
+    for part in (model.weigh, model.head.predictor.layers[-1]):  # type: ignore[union-attr,index]
+        torch.nn.init.normal_(part.weight, std=0.3)  # type: ignore[union-attr,arg-type]
+    model.set_scales(
+        Scales(x_mean=[1.0, 2.0], x_std=[2.0, 3.0], y_mean=[0.5, 1.0, 1.5], y_std=[1.0, 2.0, 0.5])
+    )
+    return model.eval()
+
+
+def answer(model: CMANP, state: Any, xt: Tensor) -> list[Tensor]:
+    found = model.query(state, xt)
+    return [found.mean.flatten().double(), found.variance.sqrt().flatten().double()]
+
+
+def same(numbers: list[float], reference: Tensor) -> None:
+    torch.testing.assert_close(torch.tensor(numbers).double(), reference, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["emnist", "gp", "odd"])
+def test_the_page_computes_what_the_library_does(name: str, site: tuple[Path, str], shown: Shown) -> None:
+    folder = site[0] / "models" / name
+    if name == "odd":
+        odd().save_pretrained(folder)
+    model = CMANP.from_pretrained(folder).float().eval()
+    generator = torch.Generator().manual_seed(1)
+    x, xt = (2 * torch.rand(1, n, model.dim_x, generator=generator) - 1 for n in (150, 40))
+    y = torch.rand(1, 150, model.dim_y, generator=generator) - 0.5
+    points = torch.cat([x, y], -1)[0].tolist()
+    given = [f"models/{name}", points, xt[0].tolist(), points[:1]]
+    got = shown(tab=None).evaluate(PREDICTED, given)
+    with torch.no_grad():
+        whole, first, rest = (model.condition(x[:, i:j], y[:, i:j]) for i, j in ((0, 150), (0, 3), (3, 150)))
+        less = model.condition(x[:, 1:], y[:, 1:])
+        wanted = [
+            answer(model, state, xt) for state in (whole, whole, whole, less, first.decay(-0.7).merge(rest))
+        ]
+    assert got["done"]
+    assert got["bytes"] == whole.nbytes
+    for its, mine in zip(got["answers"], wanted, strict=True):
+        for numbers, reference in zip(its, mine, strict=True):
+            same(numbers, reference)
+
+
+def test_the_committed_kernels_are_those_of_the_source(tmp_path: Path) -> None:
+    pytest.importorskip("ziglang")
+    assert build(tmp_path / "kernels.wasm") == (WEB / "kernels.wasm").read_bytes()
+
+
+DIGIT = """async () => {
+    const tab = await constmem.open("digit");
+    tab.show();
+    return [tab.stream.points.map((point) => point.at), [...tab.prediction.mean], [...tab.prediction.std]];
+}"""
+
+
+def test_pixels_are_revealed_drawn_replaced_merged_and_rewound(site: tuple[Path, str], shown: Shown) -> None:
+    page = shown()
+    box = page.locator('[data-id="seen"]').bounding_box()
+    page.mouse.click(box["x"] + 5, box["y"] + 5)
+    page.check('input[value="ink"]')
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.check('input[value="paper"]')
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    points, *_ = page.evaluate(DIGIT)
+    assert points == [[-1.0, -1.0, -0.5], [pytest.approx(1 / 27), pytest.approx(1 / 27), -0.5]]  # replaced
+    page.click('[data-id="more"]')
+    page.check('input[name="drawing"][value="B"]')
+    page.click('[data-id="more"]')
+    page.click('[data-id="merge"]')
+    points, mean, std = page.evaluate(DIGIT)
+    assert len(points) == 42
+    model = CMANP.from_pretrained(site[0] / "models" / "emnist").float()
+    grid = torch.linspace(-1, 1, 28)
+    xt = torch.stack(torch.meshgrid(grid, grid, indexing="ij"), -1).reshape(1, -1, 2)
+    x, y = torch.tensor([points]).split([2, 1], -1)
+    with torch.no_grad():
+        for numbers, mine in zip((mean, std), answer(model, model.condition(x, y), xt), strict=True):
+            same(numbers, mine)
+        page.fill('[data-id="slider"]', "7")
+        _, mean, _ = page.evaluate(DIGIT)
+        before = answer(model, model.condition(x[:, :7], y[:, :7]), xt)[0]
+    same(mean, before)
+    assert page.inner_text('#panel-digit [data-id="count"]') == "7 of 42"
+
+
+def test_no_click_is_lost_however_fast_they_come(shown: Shown) -> None:
+    page = shown()
+    page.evaluate("""() => {
+        const seen = document.querySelector('[data-id="seen"]'), box = seen.getBoundingClientRect();
+        for (let i = 0; i < 200; i++) {
+            const place = { clientX: box.left + ((i % 28) + 0.5) * box.width / 28,
+                            clientY: box.top + (Math.floor(i / 28) + 0.5) * box.height / 28, pointerId: 1 };
+            seen.setPointerCapture = () => {};
+            seen.dispatchEvent(new PointerEvent("pointerdown", place));
+        }
+    }""")
+    assert len(page.evaluate(DIGIT)[0]) == 200
+
+
+CURVE = """async () => {
+    const tab = await constmem.open("curve");
+    tab.show();
+    const { points, faded } = tab.stream;
+    return [points.map((point) => [point.at, point.born - faded]), [...tab.prediction.mean]];
+}"""
+
+
+def test_a_curve_gains_loses_and_forgets_points(site: tuple[Path, str], shown: Shown) -> None:
+    page = shown(tab="curve", width=390)
+    page.fill('[data-id="fade"]', "20")
+    box = page.locator('[data-id="plot"]').bounding_box()
+    for across, down in ((0.3, 0.4), (0.6, 0.5), (0.8, 0.2)):
+        page.touchscreen.tap(box["x"] + across * box["width"], box["y"] + down * box["height"])
+    page.touchscreen.tap(box["x"] + 0.6 * box["width"], box["y"] + 0.5 * box["height"])  # again: removes
+    points, mean = page.evaluate(CURVE)
+    assert len(points) == 6
+    assert [born for _, born in points] == pytest.approx([-0.6694] * 4 + [-0.4463, 0.0], abs=1e-4)
+    model = CMANP.from_pretrained(site[0] / "models" / "gp").float()
+    x, y = torch.tensor([[at for at, _ in points]]).split(1, -1)
+    xt = torch.linspace(-2, 2, 121)[None, :, None]
+    weight = torch.tensor([[born for _, born in points]])
+    with torch.no_grad():
+        wanted = answer(model, model.observe(x, y, log_weight=weight), xt)[0]
+    same(mean, wanted)
+    memory = page.inner_text('#panel-curve [data-id="memory"]')
+    page.click('[data-id="thousand"]')
+    page.wait_for_function("document.getElementById('status').textContent.startsWith('1000 points')")
+    assert page.inner_text('#panel-curve [data-id="memory"]') == memory
+    assert page.inner_text('#panel-curve [data-id="count"]') == "1,000"
+
+
+def test_keys_alone_are_enough(shown: Shown) -> None:
+    page = shown()
+    page.focus('[data-id="seen"]')
+    for key in ("ArrowUp", "ArrowLeft", "Enter"):
+        page.keyboard.press(key)
+    points, *_ = page.evaluate(DIGIT)
+    assert [at[:2] for at in points] == [[pytest.approx(-1 / 27), pytest.approx(-1 / 27)]]
+    assert page.inner_text("#status") == "Row 14, column 14 shown. 1 pixels seen."
+    page.focus("#tab-digit")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector(READY.format("curve"))
+    page.focus('[data-id="plot"]')
+    page.keyboard.press("Enter")
+    assert len(page.evaluate(CURVE)[0]) == 5
+    page.keyboard.press("Enter")
+    assert len(page.evaluate(CURVE)[0]) == 4
+    unnamed = page.locator("button:not([aria-label]):empty, canvas:not([aria-label])")
+    assert unnamed.count() == 0
+
+
+def test_all_is_small_and_comes_from_this_server(site: tuple[Path, str], shown: Shown) -> None:
+    page = shown(tab=None)
+    page.wait_for_selector(READY.format("digit"))
+    found = page.evaluate("performance.getEntriesByType('resource').map((e) => [e.name, e.transferSize])")
+    assert all(name.startswith((site[1], "data:")) for name, _ in found)
+    assert 2_000_000 < sum(size for _, size in found) < 4_000_000
+
+
+def damaged(content: bytearray) -> bytearray:
+    content[len(content) // 2] ^= 1
+    return content
+
+
+def another_version(content: bytearray) -> bytearray:
+    return content.replace(b'"version":"1s"', b'"version":"9s"')
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("model.safetensors", damaged, "model.safetensors is damaged: its checksum"),
+        ("model.safetensors", another_version, "is of format version 9, but this page reads version 1"),
+        ("model.safetensors", lambda content: content[:100], "model.safetensors is damaged: it is cut short"),
+        ("model.safetensors", lambda _: None, "could not be fetched (404)"),
+        ("config.json", lambda _: b'{"model": "cnp", "config": {}}', 'a model of kind "cnp"'),
+        (
+            "config.json",
+            lambda content: content.replace(b'depth": 6', b'depth": 7'),
+            "do not fit its config",
+        ),
+        ("config.json", lambda content: content.replace(b'"std"', b'"stt"'), "does not know: stt"),
+        ("config.json", lambda _: b"{", "config.json is damaged: it is no JSON"),
+    ],
+)
+def test_weights_that_are_no_good_are_named_in_plain_words(
+    name: str, change: Any, words: str, site: tuple[Path, str], shown: Shown
+) -> None:
+    path = site[0] / "models" / "emnist" / name
+    content = path.read_bytes()
+    new = change(bytearray(content))
+    try:
+        path.unlink() if new is None else path.write_bytes(new)
+        page = shown(tab=None)
+        page.wait_for_selector("#alert:not([hidden])")
+        assert words in page.inner_text("#alert")
+        assert page.locator("#panel-digit").get_attribute("inert") is not None
+    finally:
+        path.write_bytes(content)
+
+
+def test_a_browser_without_simd_is_told_so(shown: Shown) -> None:
+    page = shown(tab=None, script="WebAssembly.validate = () => false")
+    page.wait_for_selector("#alert:not([hidden])")
+    assert "no WebAssembly SIMD" in page.inner_text("#alert")
+
+
+def test_tabs_of_others_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no tab 'cats'"):
+        write_page(tmp_path, {"cats": "emnist"})
+    assert list(tmp_path.iterdir()) == []

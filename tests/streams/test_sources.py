@@ -1,0 +1,229 @@
+"""Rows from lines and from Redis: each is taken once, however often the consumer is killed."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from constmem import Store
+from constmem.streams import sources
+from constmem.streams.sources import BadRowError, Consumer, consume_lines, consume_redis
+from tests.laws import models as small_models
+from tests.streams.made import built
+from tests.streams.test_store import MODEL, alone, killed, require_same, rows
+
+SERVER = shutil.which("redis-server")
+needs_redis = pytest.mark.skipif(SERVER is None, reason="there is no redis-server here")
+
+
+def lines_of(names: list[str], x: Any, y: Any) -> bytes:
+    made = ({"key": k, "x": a.item(), "y": b.item()} for k, a, b in zip(names, x, y, strict=True))
+    return b"".join(json.dumps(row).encode() + b"\n" for row in made)
+
+
+def take(store: Store, text: bytes, tmp_path: Path, **options: Any) -> Consumer:
+    path = tmp_path / "lines"
+    path.write_bytes(text)
+    reports: list[str] = []
+    consumer = Consumer(store, "lines", report=reports.append, **options)
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        consume_lines(consumer, handle, batch=7)
+    finally:
+        os.close(handle)
+        consumer.reports = reports  # type: ignore[attr-defined]
+    return consumer
+
+
+def test_lines_are_taken_once_and_more_of_them_go_on(tmp_path: Path) -> None:
+    names, x, y = rows(60, 9)
+    text = lines_of(names, x, y)
+    cut = text.index(b"\n", len(text) // 2) + 1
+    with Store(tmp_path / "s", MODEL) as store:
+        assert take(store, text[:cut], tmp_path).taken < 60
+        assert take(store, text[:cut], tmp_path).taken == 0
+        take(store, text[:-1] + b"\n\n", tmp_path)
+        require_same(store, alone(MODEL, names, x, y))
+        with pytest.raises(ValueError, match="not the lines"):
+            take(store, text.replace(b"k1", b"k2", 1), tmp_path)
+        with pytest.raises(ValueError, match="only"):
+            take(store, text[:99], tmp_path)
+        require_same(store, alone(MODEL, names, x, y))
+
+
+BAD = [
+    b"no json",
+    b"[1, 2]",
+    b'{"key": "a", "x": 1}',
+    b'{"key": "a", "x": 1, "y": "2"}',
+    b'{"key": "a", "x": 1, "y": NaN}',
+    b'{"key": "a", "x": 1, "y": 1e999}',
+    b'{"key": "a", "x": [1, 2], "y": 1}',
+    b'{"key": true, "x": 1, "y": 1}',
+    b'{"key": "a", "x": 1, "y": 1, "z": 1}',
+    b'{"key": "' + b"k" * 2000 + b'", "x": 1, "y": 1}',
+    b"[" * 100_000,
+    b"\xff\xfe",
+]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=range(len(BAD)))
+def test_a_bad_line_ends_it_with_its_number_or_is_left_out(bad: bytes, tmp_path: Path) -> None:
+    names, x, y = rows(20, 5)
+    lines = lines_of(names, x, y).splitlines()
+    text = b"\n".join([*lines[:10], bad, *lines[10:]]) + b"\n"
+    with Store(tmp_path / "s", MODEL) as store:
+        with pytest.raises(BadRowError, match=r"lines at 11 "):
+            take(store, text, tmp_path)
+        require_same(store, alone(MODEL, names[:10], x[:10], y[:10]))
+        consumer = take(store, text, tmp_path, skip=True)
+        assert (consumer.taken, consumer.skipped) == (10, 1)
+        require_same(store, alone(MODEL, names, x, y))
+
+
+def test_an_event_out_of_order_is_found_among_others(tmp_path: Path) -> None:
+    model = small_models.small("cmhp")
+    times = [1.0, 2.0, 3.0, 2.5, 4.0, 5.0]
+    text = b"".join(json.dumps({"key": "a", "time": t, "mark": 1}).encode() + b"\n" for t in times)
+    with Store(tmp_path / "s", model) as store:
+        with pytest.raises(BadRowError, match=r"lines at 4 .*before"):
+            take(store, text, tmp_path)
+        assert store.count(["a"]).item() == 3
+        assert take(store, text, tmp_path, skip=True).skipped == 1
+        assert store.count(["a"]).item() == 5
+
+
+def test_a_consumer_of_lines_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    names, x, y = rows(1200, 60)
+    text, draw = lines_of(names, x, y), random.Random(0)
+    (tmp_path / "lines").write_bytes(text)
+    kills = 0
+
+    def work(_: Any) -> None:
+        with Store(tmp_path / "s", MODEL, memory=1, journal=50, power=False) as store:
+            handle = os.open(tmp_path / "lines", os.O_RDONLY)
+            consume_lines(Consumer(store, "lines", report=str), handle, batch=draw.randint(1, 20))
+
+    for _ in range(10):
+        killed(work, draw.random() * 0.1)
+        draw.random()
+        with Store(tmp_path / "s", MODEL) as store:
+            done = int(str(store.position("lines") or "0").split()[0])
+            kills += done < 1200
+            require_same(store, alone(MODEL, names[:done], x[:done], y[:done]))
+    assert kills > 3
+    with Store(tmp_path / "s", MODEL) as store:
+        take(store, text, tmp_path)
+        require_same(store, alone(MODEL, names, x, y))
+
+
+def test_the_command_takes_lines_of_a_pipe(tmp_path: Path) -> None:
+    built().save_pretrained(tmp_path / "model")
+    names, x, y = rows(30, 4)
+    command = [sys.executable, "-m", "constmem.cli", "consume", tmp_path / "model", "--store", tmp_path / "s"]
+    done = subprocess.run(command, input=lines_of(names, x, y), capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"30 rows taken" in done.stdout
+    with Store(tmp_path / "s", MODEL) as store:
+        require_same(store, alone(MODEL, names, x, y))
+
+
+@pytest.fixture
+def redis_url(tmp_path: Path) -> Iterator[str]:
+    assert SERVER is not None
+    socket = tmp_path / "redis.sock"
+    options = ["--port", "0", "--unixsocket", socket, "--dir", tmp_path, "--appendonly", "yes", "--save", ""]
+    process = subprocess.Popen([SERVER, *map(str, options)], stdout=subprocess.DEVNULL)
+    while not socket.exists():
+        time.sleep(0.02)
+    yield f"unix://{socket}"
+    process.terminate()
+    process.wait()
+
+
+def fill(url: str, names: list[str], x: Any, y: Any) -> None:
+    import redis
+
+    with redis.Redis.from_url(url) as client:
+        for i, (key, a, b) in enumerate(zip(names, x, y, strict=True)):
+            row = {"key": key, "x": a.item(), "y": b.item()}
+            fields: dict[Any, Any] = {"key": key, "x": json.dumps(row["x"]), "y": json.dumps(row["y"])}
+            client.xadd("s", fields if i % 2 else {"row": json.dumps(row)})
+
+
+@needs_redis
+def test_a_consumer_of_redis_that_is_killed_goes_on_bit_for_bit(tmp_path: Path, redis_url: str) -> None:
+    names, x, y = rows(800, 60)
+    fill(redis_url, names, x, y)
+    draw = random.Random(1)
+
+    def work(_: Any) -> None:
+        with Store(tmp_path / "s", MODEL, memory=1, journal=50, power=False) as store:
+            consumer = Consumer(store, "redis", report=str)
+            consume_redis(consumer, redis_url, "s", batch=draw.randint(1, 20), idle=60)
+
+    counts = []
+    for _ in range(8):
+        killed(work, draw.random() * 0.1)
+        draw.random()
+        with Store(tmp_path / "s", MODEL) as store:
+            counts.append(int(store.count(store.keys()).sum()) if len(store) else 0)
+            done = counts[-1]
+            require_same(store, alone(MODEL, names[:done], x[:done], y[:done]))
+    assert sum(0 < count < 800 for count in counts) > 2
+    with Store(tmp_path / "s", MODEL) as store:
+        consume_redis(Consumer(store, "redis"), redis_url, "s", idle=0.0)
+        require_same(store, alone(MODEL, names, x, y))
+
+
+@needs_redis
+def test_redis_may_be_gone_and_come_back_but_not_begin_anew(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import redis
+
+    names, x, y = rows(20, 3)
+    fill(redis_url, names[:10], x[:10], y[:10])
+    real, calls = redis.Redis.xread, []
+
+    def sometimes(self: Any, *given: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) in (1, 3, 4):
+            raise redis.ConnectionError("gone")
+        if len(calls) == 5:
+            fill(redis_url, names[10:], x[10:], y[10:])
+        return real(self, *given, **options)
+
+    monkeypatch.setattr(redis.Redis, "xread", sometimes)
+    monkeypatch.setattr(sources.time, "sleep", lambda _: None)
+    reports: list[str] = []
+    with Store(tmp_path / "s", MODEL) as store:
+        consumer = Consumer(store, "redis", report=reports.append)
+        consume_redis(consumer, redis_url, "s", batch=10, stop=lambda: consumer.taken >= 20)
+        require_same(store, alone(MODEL, names, x, y))
+        assert len(reports) == 3
+        assert "gone" in reports[0]
+        with redis.Redis.from_url(redis_url) as client:
+            client.delete("s")
+            client.xadd("s", {"row": "{}"}, id="5-5")
+        with pytest.raises(ValueError, match="made anew"):
+            consume_redis(Consumer(store, "redis"), redis_url, "s", idle=0.0)
+        with pytest.raises(BadRowError, match="other at 5-5"):
+            consume_redis(Consumer(store, "other"), redis_url, "s", idle=0.0)
+
+
+def test_models_of_both_kinds_load_by_folder(tmp_path: Path) -> None:
+    for kind in ("cmanp", "cmhp"):
+        small_models.small(kind).save_pretrained(tmp_path / kind)
+        assert sources.load_model(tmp_path / kind).name == kind
+    assert sources.load_model("gp").name == "cmanp"
+    with pytest.raises(FileNotFoundError):
+        sources.load_model(tmp_path)
