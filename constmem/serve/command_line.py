@@ -18,7 +18,7 @@ Power = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the commands to an application."""
-    for command in (consume, page):
+    for command in (consume, serve, page):
         app.command()(command)
 
 
@@ -67,6 +67,47 @@ def consume(
         finally:
             left_out = f", {consumer.skipped:,} left out" if consumer.skipped else ""
             print(f"{consumer.taken:,} rows taken{left_out}; {len(kept):,} streams in {store}")
+
+
+def serve(
+    model: Model,
+    store: StorePath,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8080,
+    token_file: Annotated[
+        Path | None, typer.Option(help='JSON: [{"token": ..., "prefix": "ann/", "scopes": ["read"]}].')
+    ] = None,
+    body: Annotated[int, typer.Option(min=1, help="MB a request may have.")] = 1,
+    rows: Annotated[int, typer.Option(min=1, help="Rows, targets or keys of a request.")] = 10_000,
+    waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are sent away.")] = 1024,
+    streams: Annotated[int, typer.Option(min=1, help="Streams the store may hold.")] = 10_000_000,
+    seconds: Annotated[float, typer.Option(min=0.1, help="For a body to arrive, and for an answer.")] = 30.0,
+    memory: Memory = 256,
+    single: Single = False,
+    power: Power = True,
+) -> None:
+    """Serve streams by key over HTTP; what was acknowledged is on disk.
+
+    constmem serve gp --store db.sqlite --port 8080 --token-file tokens.json
+    """
+    if token_file is None and host not in ("127.0.0.1", "localhost", "::1"):
+        raise ValueError(f"anybody who reaches {host} could change the streams: give --token-file")
+    import torch
+
+    try:
+        from constmem.serve.access import Limits, Tokens
+        from constmem.serve.service import Service, run
+    except ImportError as error:
+        raise ImportError(f'{error}: pip install "constmem[serve]"') from error
+    from constmem.streams.sources import load_model
+    from constmem.streams.store import Store
+
+    torch.set_num_threads(1)
+    tokens = None if token_file is None else Tokens.load(token_file)
+    limits = Limits(body=body << 20, rows=rows, waiting=waiting, streams=streams, seconds=seconds)
+    kept = Store(store, load_model(model), memory=memory << 20, single=single, power=power)
+    print(f"{len(kept):,} streams in {store}; listening at http://{host}:{port}, see /docs", flush=True)
+    run(Service(kept, tokens=tokens, limits=limits), host, port)
 
 
 def page(

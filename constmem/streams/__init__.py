@@ -104,13 +104,14 @@ def rows_of(model: AnyModel, x: Any, y: Any) -> tuple[Tensor, Any]:
 def one_by_one(model: AnyModel, state: Any, places: NDArray[np.int64], x: Tensor, y: Tensor | None) -> Any:
     """A batch of states with more rows, each taken by itself, in order: `places` says whose each is.
 
-    The first rows of all streams are taken together, then the second ones, always in batches of one size. So
+    The first rows of all streams are taken together, then the second ones, in batches of one size where that
+    matters to the last bit. So
     every bit of a state depends on the rows of its own stream alone, on one machine: not on which calls they
     came in, nor on what came for other streams beside them.
     """
     table = {name: t.clone(memory_format=torch.contiguous_format) for name, t in state.tensors().items()}
-    tile = 32 if state.nbytes <= SMALL * state.batch else 1
     alike = _row_by_row(model)
+    tile = 1024 if alike else 32 if state.nbytes <= SMALL * state.batch else 1
     signature = state.fingerprint
     with torch.no_grad(), model._look():
         for rows in _rounds(places):

@@ -6,9 +6,13 @@ import os
 import select
 import time
 from collections.abc import Callable, Hashable, Iterator
+from itertools import chain
 from math import isfinite
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from constmem.core.model import CONFIG, SHIPPED, _read_config
 from constmem.core.registry import EVENTS
@@ -70,6 +74,16 @@ class Rows:
             )
         return numbers("time", given.get("time"), 1)[0], mark
 
+    def columns(self, x: list[Any], y: list[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """The same of many rows, as columns."""
+        first, second = self.names[1:]
+        inputs, outputs = column(x, self.widths[0]), column(y, self.widths[1])
+        whole = not self.events or (set(map(type, y)) == {int} and min(y) >= -1 and max(y) < self.marks)
+        if whole and inputs is not None and outputs is not None:
+            return (inputs[:, 0], np.array(y)) if self.events else (inputs, outputs)
+        rows = [self.values({first: a, second: b}) for a, b in zip(x, y, strict=True)]  # names what is wrong
+        return np.array([a for a, _ in rows]), np.array([b for _, b in rows])
+
     @property
     def example(self) -> str:
         """A row as text."""
@@ -91,6 +105,24 @@ def numbers(name: str, given: Any, width: int) -> list[float]:
         if not isfinite(value) or abs(value) > 1e300:
             raise ValueError(f"{name} holds {_shown(value)}: leave out rows that are not finite")
     return [float(value) for value in values]
+
+
+def column(given: list[Any], width: int) -> NDArray[np.float64] | None:
+    """So many finite numbers of each row, (rows, width); None where `numbers` would find something else."""
+    flat = given
+    if set(map(type, given)) == {list}:
+        if set(map(len, given)) != {width}:
+            return None
+        flat = list(chain.from_iterable(given))
+    elif width != 1:
+        return None
+    if not set(map(type, flat)) <= {int, float}:
+        return None
+    try:
+        found = np.array(flat, np.float64).reshape(-1, width)
+    except OverflowError:
+        return None
+    return found if bool((np.abs(found) <= 1e300).all()) else None
 
 
 def _shown(value: Any) -> str:

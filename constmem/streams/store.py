@@ -61,7 +61,7 @@ class Store:
         memory: int = 2**28,
         single: bool = False,
         power: bool = True,
-        journal: int = 8192,
+        journal: int = 32_768,
     ) -> None:
         checks.positive("memory", memory)
         checks.positive("journal", journal)

@@ -1,0 +1,202 @@
+"""What a client may ask for: each verb checks a JSON object, and has it done with the others that wait."""
+
+from collections.abc import Callable
+from typing import Any
+
+from constmem.serve.access import Failure, Limits, Token
+from constmem.serve.batches import Batches, Observe, Predict, Work
+from constmem.streams.sources import Rows, numbers
+from constmem.streams.store import Store
+
+Body = dict[str, Any]
+KEY = {"type": "string", "minLength": 1, "maxLength": 1024}
+TEXT = {"type": "string"}
+SOURCE = {"source": TEXT, "position": {"type": "integer"}}
+
+
+class Verbs:
+    """The verbs of one store: `calls` has them by name, `schemas` what their objects hold."""
+
+    def __init__(self, batches: Batches, limits: Limits) -> None:
+        self.batches, self.limits = batches, limits
+        self.rows = Rows(batches.store.model)
+        self.calls: dict[str, Callable[[Token, Body], Any]] = {
+            "observe": self._observe,
+            "predict": self._predict,
+            "bulk/observe": self._bulk_observe,
+            "bulk/predict": self._bulk_predict,
+            "create": self._create,
+            "count": self._count,
+            "keys": self._keys,
+            "merge": self._merge,
+            "fork": self._fork,
+            "delete": self._delete,
+        }
+
+    def schemas(self) -> dict[str, tuple[str, dict[str, Any], list[str]]]:
+        """Of each verb what it does, what its object may hold, and what it must."""
+        number: dict[str, Any] = {"type": "number"}
+        x, y = (
+            number if width == 1 else {"type": "array", "items": number, "minItems": width, "maxItems": width}
+            for width in self.rows.widths
+        )
+        first, second = self.rows.names[1:]
+        y = {"type": "integer", "minimum": -1, "maximum": self.rows.marks - 1} if self.rows.events else y
+        needed = [first] if self.rows.events else [first, second]
+        targets = {} if self.rows.events else {"x": _listed(x)}
+        many = {"keys": _listed(KEY)}
+        return {
+            "observe": ("Take in a row.", {"key": KEY, first: x, second: y} | SOURCE, ["key", *needed]),
+            "predict": ("Predict what a stream says.", {"key": KEY} | targets, ["key", *targets]),
+            "bulk/observe": (
+                "Take in rows of any streams, as columns.",
+                many | {first: _listed(x), second: _listed(y)} | SOURCE,
+                ["keys", *needed],
+            ),
+            "bulk/predict": ("Predict what streams say.", many | targets, ["keys", *targets]),
+            "create": (
+                "A new stream.", {"key": KEY} | ({"start": number} if self.rows.events else {}), ["key"]
+            ),
+            "count": ("How many rows a stream has seen.", {"key": KEY}, ["key"]),
+            "keys": (
+                "Keys in order.",
+                {"prefix": TEXT, "after": TEXT, "most": {"type": "integer", "minimum": 1}},
+                [],
+            ),
+            "merge": ("Take in what another has seen.", {"key": KEY, "other": KEY}, ["key", "other"]),
+            "fork": ("A new stream that has seen what another has.", {"key": KEY, "to": KEY}, ["key", "to"]),
+            "delete": ("Let go of a stream.", {"key": KEY}, ["key"]),
+        }  # fmt: skip
+
+    def _observe(self, token: Token, body: Body) -> Any:
+        _only(body, *self.rows.names, "source", "position")
+        key = self._key(token, "write", body)
+        x, y = self.rows.values(body)
+        return self.batches.submit(Observe([key], [x], [y], *self._place(token, body)))
+
+    def _bulk_observe(self, token: Token, body: Body) -> Any:
+        first, second = self.rows.names[1:]
+        _only(body, "keys", first, second, "source", "position")
+        keys = self._many(token, "write", body)
+        columns: tuple[Any, ...] = (
+            body.get(first),
+            body.get(second, [-1] * len(keys) if self.rows.events else None),
+        )
+        for name, column in zip((first, second), columns, strict=True):
+            if not isinstance(column, list) or len(column) != len(keys):
+                raise Failure(422, "refused", f"{name} must be a list with one entry for each of the keys")
+        return self.batches.submit(Observe(keys, *self.rows.columns(*columns), *self._place(token, body)))
+
+    def _place(self, token: Token, body: Body) -> tuple[str | None, int | None]:
+        """Where rows come from; sources of a token are its own."""
+        source, position = body.get("source"), body.get("position")
+        if source is None and position is None:
+            return None, None
+        if not isinstance(source, str) or not 0 < len(source) <= 256 or type(position) is not int:
+            raise Failure(
+                422, "refused", "source is a text, and position a whole number that counts up: give both"
+            )
+        return f"http:{token.prefix}:{source}", position
+
+    def _predict(self, token: Token, body: Body) -> Any:
+        _only(body, "key", *([] if self.rows.events else ["x"]))
+        key = self._key(token, "read", body)
+        return self._first(Predict([key], None if self.rows.events else [self._targets(body.get("x"))]))
+
+    async def _first(self, request: Predict) -> Any:
+        found = await self.batches.submit(request)
+        return {name: each[0] for name, each in found.items()}
+
+    def _bulk_predict(self, token: Token, body: Body) -> Any:
+        _only(body, "keys", *([] if self.rows.events else ["x"]))
+        keys = self._many(token, "read", body)
+        if self.rows.events:
+            return self.batches.submit(Predict(keys, None))
+        targets = self._targets(body.get("x"))
+        if len(keys) * len(targets) > self.limits.rows:
+            raise Failure(413, "too_large", f"at most {self.limits.rows:,} targets of all keys at a time")
+        return self.batches.submit(Predict(keys, [targets] * len(keys)))
+
+    def _targets(self, given: Any) -> list[list[float]]:
+        if not isinstance(given, list) or not 0 < len(given) <= self.limits.rows:
+            raise Failure(422, "refused", f"x is a list of 1 to {self.limits.rows:,} targets")
+        return [numbers("x", each, self.rows.widths[0]) for each in given]
+
+    def _create(self, token: Token, body: Body) -> Any:
+        _only(body, "key", *(["start"] if self.rows.events else []))
+        key = self._key(token, "write", body)
+        start = numbers("start", body.get("start", 0.0), 1)[0]
+
+        def create(store: Store) -> Body:
+            self.batches._require_room([key])
+            store.create([key], start=start)
+            return {"created": 1}
+
+        return self.batches.submit(Work(create))
+
+    def _count(self, token: Token, body: Body) -> Any:
+        _only(body, "key")
+        key = self._key(token, "read", body)
+        return self.batches.submit(Work(lambda store: {"count": store.count([key]).item()}))
+
+    def _keys(self, token: Token, body: Body) -> Any:
+        _only(body, "prefix", "after", "most")
+        prefix, after, most = body.get("prefix", token.prefix), body.get("after"), body.get("most", 1000)
+        if not isinstance(prefix, str) or not isinstance(after, str | None) or type(most) is not int:
+            raise Failure(422, "refused", "prefix and after are texts, most a whole number")
+        token.require("read", [prefix])
+        most = min(most, self.limits.rows)
+        return self.batches.submit(Work(lambda store: {"keys": store.keys(prefix, after=after, most=most)}))
+
+    def _merge(self, token: Token, body: Body) -> Any:
+        _only(body, "key", "other")
+        key, other = self._key(token, "write", body), self._key(token, "read", body, "other")
+
+        def merge(store: Store) -> Body:
+            store.merge(key, other)
+            return {"merged": 1}
+
+        return self.batches.submit(Work(merge))
+
+    def _fork(self, token: Token, body: Body) -> Any:
+        _only(body, "key", "to")
+        key, to = self._key(token, "read", body), self._key(token, "write", body, "to")
+
+        def fork(store: Store) -> Body:
+            self.batches._require_room([to])
+            store.fork(key, to)
+            return {"created": 1}
+
+        return self.batches.submit(Work(fork))
+
+    def _delete(self, token: Token, body: Body) -> Any:
+        _only(body, "key")
+        key = self._key(token, "write", body)
+        return self.batches.submit(Work(lambda store: {"deleted": store.delete([key])}))
+
+    def _key(self, token: Token, scope: str, body: Body, name: str = "key") -> str:
+        key = body.get(name)
+        if not isinstance(key, str):
+            raise Failure(422, "refused", f"{name} is a text that names a stream")
+        token.require(scope, [key])
+        return key
+
+    def _many(self, token: Token, scope: str, body: Body) -> list[str]:
+        keys = body.get("keys")
+        if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+            raise Failure(422, "refused", "keys is a list of texts, one for each row")
+        if not 0 < len(keys) <= self.limits.rows:
+            raise Failure(413, "too_large", f"1 to {self.limits.rows:,} rows at a time, not {len(keys):,}")
+        token.require(scope, keys)
+        return keys
+
+
+def _only(body: Body, *names: str) -> None:
+    """Refuse what nobody knows: it may be a typing error."""
+    if unknown := body.keys() - set(names):
+        word = sorted(unknown)[0][:40]
+        raise Failure(422, "refused", f"nobody knows {word!r} here: there are {', '.join(names)}")
+
+
+def _listed(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": 1}

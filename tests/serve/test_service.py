@@ -1,0 +1,428 @@
+"""The service: what it answers, what it refuses, and that others' streams are never harmed."""
+
+import asyncio
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from constmem import Store
+from tests.laws import models as small_models
+from tests.streams.made import built
+from tests.streams.test_store import alone, require_same, rows
+
+pytest.importorskip("fastapi")
+uvicorn = pytest.importorskip("uvicorn")
+from constmem.serve.access import Failure, Limits, Tokens  # noqa: E402
+from constmem.serve.batches import Batches  # noqa: E402
+from constmem.serve.service import Service  # noqa: E402
+
+MODEL = built()
+WRITER, READER, ANN = "writer-0123456789", "reader-0123456789", "ann-0123456789abc"
+TOKENS = [
+    {"token": WRITER},
+    {"token": READER, "scopes": ["read"]},
+    {"token": ANN, "prefix": "ann/", "scopes": ["read", "write"]},
+]
+
+
+class Client:
+    """Asks a service at a port, as one who holds a token."""
+
+    def __init__(self, port: int, token: str | None = None) -> None:
+        self.port, self.token = port, token
+
+    def __call__(self, verb: str, body: Any = None, **fields: Any) -> tuple[int, Any]:
+        content = body if isinstance(body, bytes) else json.dumps(fields if body is None else body)
+        headers = {} if self.token is None else {"authorization": f"Bearer {self.token}"}
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)) as link:
+            link.request("POST", f"/v1/{verb}", content, headers)
+            answer = link.getresponse()
+            self.wait = answer.getheader("retry-after")
+            return answer.status, json.loads(answer.read())
+
+    def get(self, path: str) -> tuple[int, str]:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)) as link:
+            link.request("GET", path)
+            answer = link.getresponse()
+            return answer.status, answer.read().decode()
+
+
+@contextmanager
+def served(path: Path, model: Any = MODEL, **options: Any) -> Iterator[tuple[int, Service]]:
+    service = Service(Store(path, model, power=False), **options)
+    config = uvicorn.Config(service.app(), log_level="critical", access_log=False)
+    server = uvicorn.Server(config)
+    listening = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        yield listening.getsockname()[1], service
+    finally:
+        server.should_exit = True
+        thread.join()
+        listening.close()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Service]]:
+    folder = tmp_path_factory.mktemp("service")
+    (folder / "tokens.json").write_text(json.dumps(TOKENS))
+    (folder / "tokens.json").chmod(0o600)
+    limits = Limits(body=50_000, rows=100, seconds=1.0)
+    with served(folder / "s", tokens=Tokens.load(folder / "tokens.json"), limits=limits) as found:
+        yield found
+
+
+@pytest.fixture
+def ask(place: tuple[int, Service]) -> Client:
+    return Client(place[0], WRITER)
+
+
+def test_a_stream_is_made_observed_asked_merged_forked_and_deleted(tmp_path: Path) -> None:
+    names, x, y = rows(30, 3)
+    with served(tmp_path / "s") as (port, _):
+        ask = Client(port)
+        assert ask("create", key="new") == (200, {"created": 1})
+        assert ask("create", key="new")[0] == 409
+        for key, a, b in zip(names[:10], x[:10].tolist(), y[:10].tolist(), strict=True):
+            assert ask("observe", key=key, x=a[0], y=b) == (200, {"taken": 1})
+        body = {"keys": names[10:], "x": x[10:].tolist(), "y": y[10:, 0].tolist()}
+        assert ask("bulk/observe", body) == (200, {"taken": 20})
+        status, found = ask("predict", key=names[0], x=[0.0, [0.5]])
+        expected = alone(MODEL, names, x, y)
+        with torch.no_grad():
+            told = MODEL.query(expected[names[0]], torch.tensor([[[0.0], [0.5]]]))
+        assert status == 200, found
+        np.testing.assert_allclose(found["mean"], told.mean[0].numpy(), atol=1e-5)
+        np.testing.assert_allclose(found["stddev"], told.stddev[0].numpy(), atol=1e-5)
+        status, several = ask("bulk/predict", keys=[names[0], "new"], x=[0.0, 0.5])
+        np.testing.assert_allclose(several["mean"][0], found["mean"], atol=1e-6)
+        assert ask("fork", key=names[0], to="fork") == (200, {"created": 1})
+        assert ask("merge", key="fork", other=names[0]) == (200, {"merged": 1})
+        assert ask("count", key="fork")[1]["count"] == 2 * names.count(names[0])
+        assert ask("keys") == (200, {"keys": sorted({*names, "fork", "new"})})
+        assert ask("delete", key="fork") == (200, {"deleted": 1})
+        assert ask("count", key="fork")[0] == 404
+    with Store(tmp_path / "s", MODEL) as store:  # it was closed: another process may have it
+        require_same(store, expected)
+
+
+def test_event_models_are_served_too(tmp_path: Path) -> None:
+    with served(tmp_path / "s", small_models.small("cmhp")) as (port, _):
+        ask = Client(port)
+        assert ask("create", key="a", start=1.0)[0] == 200
+        assert ask("observe", key="a", time=2.0, mark=1) == (200, {"taken": 1})
+        assert ask("bulk/observe", keys=["a", "b"], time=[3.0, 3.0], mark=[0, -1]) == (200, {"taken": 2})
+        status, refused = ask("observe", key="a", time=2.5)
+        assert status == 422
+        assert "the one before it" in refused["error"]["message"]
+        assert ask("observe", key="a", time=5.0, mark=7)[0] == 422
+        status, found = ask("predict", key="a")
+        assert found["last_time"] == 3.0
+        assert found["quantiles"] == sorted(found["quantiles"])
+        assert sum(found["marks"]) == pytest.approx(1.0)
+        assert len(ask("bulk/predict", keys=["a", "b"])[1]["mean"]) == 2
+
+
+def test_rows_that_are_sent_again_are_taken_once(ask: Client) -> None:
+    row = {"key": "once", "x": 1.0, "y": 1.0, "source": "me"}
+    assert ask("observe", row | {"position": 1}) == (200, {"taken": 1})
+    assert ask("observe", row | {"position": 1}) == (200, {"taken": 0})
+    assert ask("observe", row | {"position": 2}) == (200, {"taken": 1})
+    other = Client(ask.port, ANN)  # whose sources are its own
+    assert other("observe", row | {"key": "ann/x", "position": 1}) == (200, {"taken": 1})
+    assert ask("count", key="once")[1] == {"count": 2}
+    assert ask("observe", row)[0] == 422
+
+
+def test_tokens_open_what_they_are_for(place: tuple[int, Service]) -> None:
+    port = place[0]
+    row = {"key": "ann/1", "x": 0.0, "y": 0.0}
+    for token in (None, "", "wrong", WRITER[:-1], WRITER + "x", "\xe9"):
+        assert Client(port, token)("observe", row)[0] == 401, token
+    assert Client(port, ANN)("observe", row) == (200, {"taken": 1})
+    assert Client(port, READER)("observe", row)[0] == 403
+    assert Client(port, READER)("count", key="ann/1")[0] == 200
+    ann = Client(port, ANN)
+    assert ann("observe", row | {"key": "bob/1"})[0] == 403
+    assert ann("bulk/predict", keys=["ann/1", "bob/1"], x=[0.0])[0] == 403
+    assert ann("merge", key="ann/1", other="bob/1")[0] == 403
+    assert ann("fork", key="ann/1", to="bob/2")[0] == 403
+    assert ann("keys", prefix="")[0] == 403
+    assert ann("keys") == (200, {"keys": ["ann/1"]}) or "ann/x" in ann("keys")[1]["keys"]
+    with closing(http.client.HTTPConnection("127.0.0.1", port)) as link:
+        link.request("POST", "/v1/count", '{"key": "ann/1"}', {"authorization": f"Basic {WRITER}"})
+        assert link.getresponse().status == 401
+
+
+def test_files_of_tokens_that_are_wrong_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    for text, message in (
+        ("nothing", "no list"),
+        ("[]", "no token"),
+        ('[{"token": "short"}]', "guesses"),
+        ('[{"token": "long enough 01234", "scopes": ["all"]}]', "scopes"),
+        ('[{"token": "long enough 01234", "perfix": "a"}]', "perfix"),
+        ('[{"sha256": "12"}]', "digest"),
+    ):
+        path.write_text(text)
+        path.chmod(0o600)
+        with pytest.raises(ValueError, match=message):
+            Tokens.load(path)
+    path.write_text(json.dumps(TOKENS))
+    path.chmod(0o644)
+    with pytest.raises(ValueError, match="everybody"):
+        Tokens.load(path)
+
+
+BAD: list[tuple[str, Any, int]] = [
+    ("observe", b"", 400),
+    ("observe", b"{", 400),
+    ("observe", b"[" * 40_000, 400),
+    ("observe", b'{"key": "a", "x": NaN, "y": 1}', 400),
+    ("observe", b'{"key": "\xff", "x": 1, "y": 1}', 400),
+    ("observe", b'{"key": "\\ud800", "x": 1, "y": 1}', 400),
+    ("observe", [], 422),
+    ("observe", {"key": "a", "x": 1}, 422),
+    ("observe", {"key": "a", "x": "1", "y": 1}, 422),
+    ("observe", {"key": "a", "x": True, "y": 1}, 422),
+    ("observe", {"key": "a", "x": 1e301, "y": 1}, 422),
+    ("observe", {"key": "a", "x": [1, 2], "y": 1}, 422),
+    ("observe", {"key": "a", "x": 1, "y": 1, "z": 1}, 422),
+    ("observe", {"key": 1, "x": 1, "y": 1}, 422),
+    ("observe", {"key": "", "x": 1, "y": 1}, 422),
+    ("observe", {"key": "k" * 2000, "x": 1, "y": 1}, 422),
+    ("observe", {"key": "k" * 60_000, "x": 1, "y": 1}, 413),
+    ("observe", {"key": "a", "x": 1e30, "y": 1}, 422),
+    ("observe", {"key": "a", "x": 1, "y": 1, "source": "s", "position": 2**70}, 422),
+    ("observe", {"key": "a", "x": 1, "y": 1, "source": "s", "position": True}, 422),
+    ("bulk/observe", {"keys": "ab", "x": [1, 2], "y": [1, 2]}, 422),
+    ("bulk/observe", {"keys": ["a", "b"], "x": [1], "y": [1, 2]}, 422),
+    ("bulk/observe", {"keys": ["a", "b"], "x": [1, None], "y": [1, 2]}, 422),
+    ("bulk/observe", {"keys": ["a", "b"], "x": [1, True], "y": [1, 2]}, 422),
+    ("bulk/observe", {"keys": ["a", "b"], "x": [1, 10**400], "y": [1, 2]}, 422),
+    ("bulk/observe", {"keys": [], "x": [], "y": []}, 413),
+    ("bulk/observe", {"keys": ["a"] * 101, "x": [1] * 101, "y": [1] * 101}, 413),
+    ("predict", {"key": "nobody", "x": [1]}, 404),
+    ("predict", {"key": "fine", "x": []}, 422),
+    ("predict", {"key": "fine", "x": 5}, 422),
+    ("predict", {"key": "fine", "x": [0] * 101}, 422),
+    ("predict", {"key": "fine", "x": [[[[0]]]]}, 422),
+    ("bulk/predict", {"keys": ["fine"] * 60, "x": [0, 1]}, 413),
+    ("keys", {"most": 0}, 422),
+    ("keys", {"most": "x"}, 422),
+    ("merge", {"key": "fine", "other": "nobody"}, 404),
+    ("fork", {"key": "fine", "to": "fine"}, 409),
+]
+
+
+@pytest.mark.parametrize(("verb", "body", "expected"), BAD)
+def test_bad_requests_get_a_clear_answer_and_change_nothing(
+    verb: str, body: Any, expected: int, ask: Client
+) -> None:
+    if ask("count", key="fine")[0] == 404:
+        ask("observe", key="fine", x=0.5, y=0.5)
+    before = ask("predict", key="fine", x=[0.0])
+    number = len(ask("keys")[1]["keys"])
+    status, answer = ask(verb, body)
+    if status == 400 and expected == 422:
+        expected = 400  # numbers that JSON cannot hold
+    assert status == expected, answer
+    assert set(answer) == {"error"}
+    assert len(answer["error"]["message"]) > 10
+    assert "Traceback" not in answer["error"]["message"]
+    assert ask("predict", key="fine", x=[0.0]) == before
+    assert len(ask("keys")[1]["keys"]) == number
+
+
+def test_odd_keys_are_keys(ask: Client) -> None:
+    for key in ("a/b", "a\0b", "../x", "?&#%00", "é\n", "🎈", "k" * 1024):
+        assert ask("observe", key=key, x=1.0, y=1.0) == (200, {"taken": 1})
+        assert ask("count", key=key) == (200, {"count": 1})
+        assert ask("delete", key=key) == (200, {"deleted": 1})
+
+
+def raw(port: int, text: bytes, *, wait: float = 5.0) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), timeout=wait) as link:
+        link.sendall(text)
+        return link.recv(4096)
+
+
+def test_bodies_that_lie_or_never_end_are_answered(place: tuple[int, Service]) -> None:
+    port, _ = place
+    head = f"POST /v1/observe HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {WRITER}\r\n".encode()
+    body = b'{"key": "lie", "x": 1, "y": 1}'
+    assert b" 408 " in raw(port, head + b"content-length: 500\r\n\r\n" + body)
+    assert b" 413 " in raw(port, head + b"content-length: 99999999\r\n\r\n" + body)
+    assert b" 400 " in raw(port, head + b"content-length: -5\r\n\r\n" + body)
+    assert b" 400 " in raw(port, head + b"content-length: 5\r\n\r\n" + body)  # cut: no JSON
+    chunk = b"c350\r\n" + b" " * 50_000 + b"\r\n"
+    assert b" 413 " in raw(port, head + b"transfer-encoding: chunked\r\n\r\n" + 2 * chunk)
+    with socket.create_connection(("127.0.0.1", port)) as link:
+        link.sendall(head + b"content-length: 500\r\n\r\n" + body)  # and gone
+    assert b" 4" in raw(port, b"nonsense\r\n\r\n")
+    ask = Client(port, WRITER)
+    assert ask("count", key="lie")[0] == 404
+    assert ask("observe", key="after", x=1.0, y=1.0)[0] == 200
+
+
+def test_health_metrics_and_openapi_say_how_it_is(ask: Client) -> None:
+    ask("observe", key="m", x=1.0, y=1.0)
+    status, health = ask.get("/health")
+    assert status == 200
+    assert json.loads(health)["status"] == "ok"
+    status, text = ask.get("/metrics")
+    assert 'constmem_requests_total{verb="observe",status="200"}' in text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(values["constmem_rows_total"]) >= 1
+    assert values['constmem_request_seconds_bucket{le="+Inf"}'] == values["constmem_request_seconds_count"]
+    status, schema = ask.get("/openapi.json")
+    assert {"/v1/observe", "/v1/bulk/predict", "/health"} <= json.loads(schema)["paths"].keys()
+    assert ask.get("/docs")[0] == 200
+    assert ask.get("/nothing")[0] == 404
+
+
+def test_too_many_streams_or_requests_are_sent_away(tmp_path: Path) -> None:
+    with served(tmp_path / "s", limits=Limits(streams=3, waiting=2)) as (port, service):
+        ask = Client(port)
+        assert ask("bulk/observe", keys=["a", "b", "c"], x=[1, 2, 3], y=[1, 2, 3])[0] == 200
+        assert ask("observe", key="d", x=1, y=1)[0] == 507
+        assert ask("create", key="d")[0] == 507
+        assert ask("fork", key="a", to="d")[0] == 507
+        assert ask("observe", key="a", x=1, y=1)[0] == 200
+        held, go = threading.Event(), threading.Event()
+        real = service.store.count
+
+        def slow(keys: Any) -> Any:
+            held.set()
+            go.wait(20)
+            return real(keys)
+
+        service.store.count = slow  # type: ignore[method-assign]
+        threads = [threading.Thread(target=lambda: Client(port)("count", key="a")) for _ in range(3)]
+        threads[0].start()
+        held.wait(20)
+        for thread in threads[1:]:
+            thread.start()
+        while service.batches.waiting < 2:
+            time.sleep(0.01)
+        assert ask("count", key="a")[0] == 429
+        assert ask.wait == "1"
+        go.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_disk_that_is_full_is_an_answer_and_the_service_goes_on(tmp_path: Path) -> None:
+    with served(tmp_path / "s") as (port, service):
+        ask = Client(port)
+        assert ask("observe", key="a", x=1, y=1)[0] == 200
+        run = service.store._database._sqlite.execute
+        (pages,) = run("pragma page_count").fetchone()
+        run(f"pragma max_page_count = {pages}")
+        many = {"keys": [f"{'k' * 900}{i}" for i in range(200)], "x": [1] * 200, "y": [1] * 200}
+        status, answer = ask("bulk/observe", many)
+        assert (status, answer["error"]["kind"]) == (507, "storage")
+        assert ask("predict", key="a", x=[0.0])[0] == 200
+        run("pragma max_page_count = 1000000")
+        assert ask("bulk/observe", many) == (200, {"taken": 200})
+
+
+def test_many_at_once_are_each_answered_for_themselves(tmp_path: Path) -> None:
+    """Good and bad requests in one batch: the bad ones alone are refused, and bits are as if alone."""
+    names, x, y = rows(120, 8)
+
+    async def ask_all(batches: Batches) -> list[Any]:
+        from constmem.serve.batches import Observe, Predict
+
+        asked: list[Any] = []
+        for i, (key, a, b) in enumerate(zip(names, x.tolist(), y.tolist(), strict=True)):
+            asked.append(batches.submit(Observe([key], [a], [b], "me", i)))
+            if i % 10 == 0:
+                asked.append(batches.submit(Observe([key], [[float("nan")]], [b])))
+                asked.append(batches.submit(Predict([f"nobody {i}"], [[[0.0]]])))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    batches = Batches(Store(tmp_path / "s", MODEL), Limits())
+    found = asyncio.run(ask_all(batches))
+    batches.close()
+    failures = [each for each in found if isinstance(each, Failure)]
+    assert sorted({failure.status for failure in failures}) == [404, 422]
+    assert len(failures) == 24
+    assert found.count({"taken": 1}) == 120
+    with Store(tmp_path / "s", MODEL) as store:
+        require_same(store, alone(MODEL, names, x, y))
+
+
+def kill_often(path: Path, times: int, seed: int, clients: int = 3) -> int:
+    """A service that is killed while clients send rows, again and again until each is acknowledged."""
+    names, x, y = rows(700, 40, seed)
+    mine = [list(range(c, 700, clients)) for c in range(clients)]
+    names = [f"{c}-{names[i]}" for i in range(700) for c in [i % clients]]
+    sent, draw, at_work = [0] * clients, random.Random(seed), 0
+    for turn in range(times + 1):
+        listening = socket.create_server(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        pid = os.fork()
+        if pid == 0:
+            try:
+                service = Service(Store(path, MODEL, memory=1, journal=60, power=False))
+                server = uvicorn.Server(uvicorn.Config(service.app(), log_level="critical", access_log=False))
+                server.run(sockets=[listening])
+            finally:
+                os._exit(0)
+        listening.close()
+        stop = time.monotonic() + (60 if turn == times else 0.03 + draw.random() * 0.3)
+        last = turn == times
+
+        def send(c: int, port: int = port, stop: float = stop) -> None:
+            ask = Client(port)
+            while sent[c] < len(mine[c]) and time.monotonic() < stop:
+                i = mine[c][sent[c]]
+                row = {"key": names[i], "x": x[i].item(), "y": y[i].item()}
+                try:
+                    status, _ = ask("observe", row | {"source": str(c), "position": sent[c]})
+                except (OSError, http.client.HTTPException):
+                    return
+                if status == 200:
+                    sent[c] += 1
+
+        threads = [threading.Thread(target=send, args=(c,)) for c in range(clients)]
+        for thread in threads:
+            thread.start()
+        if last:
+            for thread in threads:
+                thread.join()
+        else:
+            time.sleep(max(stop - time.monotonic(), 0))
+        os.kill(pid, signal.SIGTERM if last else signal.SIGKILL)
+        os.waitpid(pid, 0)
+        for thread in threads:
+            thread.join()
+        at_work += 0 < sum(sent) < 700
+        done = sorted(i for c in range(clients) for i in mine[c][: sent[c]])
+        with Store(path, MODEL) as store:
+            total = int(store.count(store.keys()).sum()) if len(store) else 0
+            assert len(done) <= total <= len(done) + clients  # acknowledged, or sent and not answered
+            if last:
+                line = torch.tensor(done)
+                require_same(store, alone(MODEL, [names[i] for i in done], x[line], y[line]))
+                assert total == len(done)
+    return at_work
+
+
+def test_a_service_that_is_killed_has_all_it_acknowledged_once_bit_for_bit(tmp_path: Path) -> None:
+    assert kill_often(tmp_path / "s", 4, seed=1) >= 2
