@@ -1,15 +1,14 @@
-"""How well grey levels of pixels are predicted: by normals, and by a model that can be sure of black.
+"""How well grey levels are predicted by the weights that come with the package, which are normals.
 
-python benchmarks/grey_levels.py                            # the weights that come with the package
-python benchmarks/grey_levels.py --run FOLDER [FOLDER ...]  # and runs, such as of cmanp-calibrated
+python benchmarks/grey_levels.py  # some minutes on one core
 
 Writes results/grey_levels.json: log-probability of a pixel's level in nats (of a normal, its integral over
 the values nearest to the level, tails included), RMSE, CRPS, and how many pixels central intervals hold.
+`constmem eval` writes the same of runs, such as of cmanp-calibrated.
 """
 
 import argparse
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,15 +50,11 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Grey levels of EMNIST, predicted.")
-    parser.add_argument("--run", type=Path, nargs="+", default=[])
     parser.add_argument("--device", default="cpu")
     asked = parser.parse_args()
     device = checks.device(asked.device)
-    rows = []
-    for folder in ("emnist", *asked.run):
-        model: Any = NeuralProcess.from_pretrained(folder, device=device)
-        name = "CMANP, the weights `emnist`" if folder == "emnist" else f"`{Path(folder).name}`"
-        rows += measured(name, model, device)
+    model: Any = NeuralProcess.from_pretrained("emnist", device=device)
+    rows = measured("CMANP, the weights `emnist`", model, device)
     save("grey_levels", rows, **provenance(0, "EMNIST, all test images", device))
 
 

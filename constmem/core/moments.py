@@ -85,12 +85,12 @@ class Moments(Monoid):
     def merge(self, other: "Moments") -> "Moments":
         """The moments of both sets of rows."""
         self._fits(other)
-        return Moments(*(mine + its for mine, its in zip(self._all, other._all, strict=True)))
+        return Moments(*(mine + its for mine, its in zip(self.parts, other.parts, strict=True)))
 
     def remove(self, other: "Moments") -> "Moments":
         """The moments without rows that were observed before; refuses what cannot have been among them."""
         self._fits(other)
-        left = Moments(*(mine - its for mine, its in zip(self._all, other._all, strict=True)))
+        left = Moments(*(mine - its for mine, its in zip(self.parts, other.parts, strict=True)))
         slack = ROUNDING * self.count.clamp(min=1.0)
         if bool((left.count < -slack).any()):
             raise ValueError(
@@ -129,7 +129,7 @@ class Moments(Monoid):
     @property
     def nbytes(self) -> int:
         """Bytes remembered: the same whatever the number of rows seen."""
-        return sum(t.nbytes for t in self._all)
+        return sum(t.nbytes for t in self.parts)
 
     def tensors(self) -> dict[str, Tensor]:
         """All it is made of, by name; of the symmetric Gram matrix one triangle."""
@@ -166,7 +166,7 @@ class Moments(Monoid):
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> "Moments":
         return Moments(
-            *(function(t) for t in self._all), fingerprint=self.fingerprint
+            *(function(t) for t in self.parts), fingerprint=self.fingerprint
         )  # not packed and unpacked
 
     @staticmethod
@@ -185,7 +185,7 @@ class Moments(Monoid):
             raise ValueError("holds a Gram matrix that is not symmetric")
 
     @property
-    def _all(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.gram, self.cross, self.square, self.count
 
     def _fits(self, other: "Moments") -> None:

@@ -148,6 +148,8 @@ class Regression(nn.Module):
         dim_x: channels of inputs.
         features: cosines and sines together: even.
         experts: how many.
+        lengths, amplitudes, noise: of the functions that experts start with.
+        spacing: of the first frequencies.
 
     Example:
         >>> regression = Regression(dim_x=1, features=64, experts=8)
@@ -161,14 +163,24 @@ class Regression(nn.Module):
         (True, True)
     """
 
-    def __init__(self, *, dim_x: int, features: int, experts: int) -> None:
+    def __init__(
+        self,
+        *,
+        dim_x: int,
+        features: int,
+        experts: int,
+        lengths: tuple[float, float] = LENGTHS,
+        amplitudes: tuple[float, float] = AMPLITUDES,
+        noise: float = NOISE,
+        spacing: float = SPACING,
+    ) -> None:
         super().__init__()
         checks.positive("experts", experts)
         if features < 2 or features % 2:
             raise ValueError(f"moments must be an even number of features, cosines and sines, not {features}")
-        radius = SPACING * (torch.arange(features // 2) + 0.5)
-        length = _spread(LENGTHS, (torch.arange(experts) + 0.5) / experts)[:, None]
-        amplitude = _spread(AMPLITUDES, torch.arange(experts) * GOLDEN % 1)[:, None]
+        radius = spacing * (torch.arange(features // 2) + 0.5)
+        length = _spread(lengths, (torch.arange(experts) + 0.5) / experts)[:, None]
+        amplitude = _spread(amplitudes, torch.arange(experts) * GOLDEN % 1)[:, None]
         scaled = (radius * length).square()
         smooth, rough = -0.5 * scaled, -(5 + dim_x) / 2 * torch.log1p(scaled / 5)
         spectrum = torch.where(torch.arange(experts)[:, None] % 2 == 0, smooth, rough)
@@ -180,7 +192,7 @@ class Regression(nn.Module):
         self.log_variance = nn.Parameter(
             start.clamp_min(FEWEST)
         )  # of the coefficients of a cosine and its sine
-        self.log_noise = nn.Parameter(torch.full((experts,), NOISE).log())
+        self.log_noise = nn.Parameter(torch.full((experts,), noise).log())
         self.log_prior = nn.Parameter(torch.zeros(experts))
 
     def features(self, x: Float[Tensor, "*b n x"]) -> Float[Tensor, "*b n p"]:
@@ -207,9 +219,12 @@ class Regression(nn.Module):
         noise = (2 * self.log_noise.double()).exp()  # (k,)
         outer = scale[:, :, None] * scale[:, None]
         eye = torch.eye(scale.shape[-1], dtype=scale.dtype, device=scale.device)
-        inverse, log_det = Inverse.apply(eye + moments.gram[:, None] * (outer / noise[:, None, None]))  # type: ignore[no-untyped-call]
+        matrix = eye + moments.gram[:, None] * (outer / noise[:, None, None])
+        inverse, log_det = Inverse.apply(matrix)  # type: ignore[no-untyped-call]
         covariance = outer * inverse
-        weights = covariance @ (moments.cross[:, None] / noise[:, None, None])
+        right = scale[..., None] * moments.cross[:, None] / noise[:, None, None]
+        weights = inverse @ right  # in units of the prior, once refined: little noise would cost their digits
+        weights = scale[..., None] * (weights + inverse @ (right - matrix @ weights))
         left = moments.square[:, None] - (moments.cross[:, None] * weights).sum(-2)  # (b, k, y)
         one = moments.count[:, None] * (2 * torch.pi * noise).log() + log_det  # (b, k)
         evidence = -0.5 * (left.shape[-1] * one + left.sum(-1) / noise)

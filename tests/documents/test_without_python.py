@@ -50,3 +50,9 @@ def lines_of_onnx() -> list[str]:
         line("states off by, after 20,000 updates", lambda row: f"{row['state_off_by']:.0e}"),
         line("predictions off by", lambda row: f"{max(row['mean_off_by'], row['std_off_by']):.0e}"),
     ]
+
+
+def test_the_site_lists_every_page() -> None:
+    listed = set((ROOT / "docs" / "index.md").read_text().split())
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    assert pages <= listed, f"add these to docs/index.md: {sorted(pages - listed)}"
