@@ -18,16 +18,7 @@ from constmem.cli import train
 from constmem.core.registry import EVENTS, POINTS, with_variants
 from constmem.data import DATASETS, power_plant
 from constmem.evaluation.demo import demo, power_stream
-
-
-def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "constmem.cli", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        check=False,
-    )
+from tests.command import command
 
 
 def test_help_does_not_import_torch(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Where a GPU observes and merges by kernels of our own: what they can take, and what happens if they fail.
 
-`triton_observe.py` and `triton_merge.py` hold the kernels, imported at first use; where Triton is missing,
+`triton_observe.py` and `triton_states.py` hold the kernels, imported at first use; where Triton is missing,
 the GPU too old, a size beyond what a program can hold, or a launch fails, one line in the log says so and
 PyTorch's operators serve. CONSTMEM_NATIVE=0 switches the kernels off, like the CPU's machine code.
 """
@@ -55,7 +55,7 @@ def usable(device: torch.device) -> bool:
 
 def able(index: int | None) -> bool:
     """Whether kernels are wanted, can be imported, and are known to run on that GPU."""
-    return _able(index) and _kernels() is not None
+    return _able(index) and observing() is not None
 
 
 def place(index: int | None) -> torch.device:
@@ -72,7 +72,7 @@ def _able(index: int | None) -> bool:
 
 
 @functools.cache
-def _kernels() -> Any:
+def observing() -> Any:
     """The module of kernels; None, after one line in the log, where it cannot be imported."""
     if os.environ.get("CONSTMEM_NATIVE", "1") == "0":
         return None
@@ -86,12 +86,12 @@ def _kernels() -> Any:
 @functools.cache
 def merging() -> Any:
     """The module of kernels that merge, where the others could be imported."""
-    return importlib.import_module("constmem.kernels.triton_merge")
+    return importlib.import_module("constmem.kernels.triton_states")
 
 
 def forget() -> None:
     """Ask anew for kernels and GPUs."""
-    for known in (_able, _kernels):
+    for known in (_able, observing):
         known.cache_clear()
 
 
@@ -183,7 +183,7 @@ def extended(
 
 def operands(plan: Plan, points: Float[Tensor, "b n i"]) -> Float[Tensor, "b n d"]:
     """Tokens as the softmax meets them: turned, rounded, the last channel one."""
-    precision = _kernels().PRECISIONS[plan.precision]
+    precision = observing().PRECISIONS[plan.precision]
     b, n, inputs = points.shape
     tokens = torch.empty(b, n, plan.embedding.shape[-1], dtype=precision.operands, device=points.device)
     _embed(plan, points.reshape(-1, inputs).contiguous(), tokens.view(b * n, -1), precision.embedding)
@@ -191,7 +191,7 @@ def operands(plan: Plan, points: Float[Tensor, "b n i"]) -> Float[Tensor, "b n d
 
 
 def _embed(plan: Plan, points: Tensor, tokens: Tensor, products: str) -> None:
-    _kernels().tokens_of(
+    observing().tokens_of(
         points, plan.embedding, plan.embedding_bias, tokens, width=plan.width, products=products
     )
 
@@ -201,7 +201,7 @@ def observe(
 ) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h s"]]:
     """Value and lse of each task's points in float64; points of bias `EMPTY` are left out."""
     heads, channels, d = plan.project.shape
-    kernels = _kernels()
+    kernels = observing()
     precision = kernels.PRECISIONS[plan.precision]
     shape = len(data), heads, len(plan.score) // heads
     value = torch.empty(*shape, channels, dtype=torch.float64, device=data.device)
@@ -234,7 +234,7 @@ def _partial(
         extra = None if bias is None else bias[:, start : start + step].contiguous()
         _embed(plan, here, tokens, precision.embedding)
         points = len(here) // b
-        _kernels().softmax(
+        observing().softmax(
             tokens, extra, plan.absorbed, partial, points=points, first=start == 0, precision=precision
         )
     return partial

@@ -16,6 +16,7 @@ import torch
 from constmem import Decay, Stream, StreamingRegressor, Window
 from constmem.kernels import paths as library
 from constmem.training.folder import Keeper
+from tests.command import command
 
 from . import calls, given, runs, samples
 from .pool import Case
@@ -178,21 +179,21 @@ def update(draw: random.Random, folder: Path) -> str:
     model, table = folder / "m", folder / "t.csv"
     model.write_bytes(runs.learned())
     table.write_text(given.mixed_csv())
-    states = [runs.command(["score", str(model), str(table), "--json"])[1]]
+    states = [command("score", str(model), str(table), "--json").stdout]
 
     def work(report: Report) -> None:
-        code, *_ = runs.command(["update", str(model), str(table)])
-        report(code)
+        report(command("update", str(model), str(table)).returncode)
 
     for _ in range(3):
         codes = killed(draw, work, 0.06)
-        code, text, err = runs.command(["score", str(model), str(table), "--json"])
-        require(code == 0, f"the model cannot be read: {err}")
+        done = command("score", str(model), str(table), "--json")
+        text = done.stdout
+        require(done.returncode == 0, f"the model cannot be read: {done.stderr}")
         require(not codes or text != states[-1], "an update that was acknowledged is lost")
         if text != states[-1]:
             states.append(text)
             require(text == _updated(len(states) - 1), "neither the old model nor the new one")
-    require(runs.command(["update", str(model), str(table)])[0] == 0, "cannot be updated any more")
+    require(command("update", str(model), str(table)).returncode == 0, "cannot be updated any more")
     no_rest(folder, {"m", "t.csv"})
     return RIGHT
 
@@ -207,8 +208,8 @@ def _updated(times: int) -> str:
         model.write_bytes(runs.learned())
         table.write_text(given.mixed_csv())
         for _ in range(times):
-            runs.command(["update", str(model), str(table)])
-        return runs.command(["score", str(model), str(table), "--json"])[1]
+            command("update", str(model), str(table))
+        return command("score", str(model), str(table), "--json").stdout
 
 
 # Training

@@ -1,7 +1,5 @@
 """Folders of runs, damaged, and the command line: a run goes on bit for bit as it would have, or not."""
 
-import contextlib
-import io
 import random
 import sys
 import tempfile
@@ -15,7 +13,6 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from constmem.cli import main
 from constmem.data import Table
 from constmem.evaluation.pictures import plot_runs
 from constmem.evaluation.runs import evaluate_run
@@ -24,6 +21,7 @@ from constmem.training.folder import CHECKPOINT, own_data, read_run
 from constmem.training.log import read_metrics
 from constmem.training.loop import Run, _validate, train
 from constmem.training.recipes import changed, table_recipe
+from tests.command import command
 
 from . import damage, given, packed
 from .pool import Case
@@ -137,25 +135,10 @@ def learned() -> bytes:
         table, out = Path(folder) / "t.csv", Path(folder) / "m"
         table.write_text(given.mixed_csv())
         require(
-            command(["fit", str(table), "--target", "y", "--out", str(out), "--size", "24"])[0] == 0,
+            command("fit", str(table), "--target", "y", "--out", str(out), "--size", "24").returncode == 0,
             "no model",
         )
         return out.read_bytes()
-
-
-def command(words: list[str]) -> tuple[int, str, str]:
-    """Run one command in this process: its exit code, and what it has written."""
-    out, err = io.StringIO(), io.StringIO()
-    before, sys.argv = sys.argv, ["constmem", *words]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            main()
-        code: Any = 0
-    except SystemExit as stop:
-        code = stop.code or 0
-    finally:
-        sys.argv = before
-    return int(code), out.getvalue(), err.getvalue()
 
 
 TEMPLATES = (
@@ -209,9 +192,9 @@ def commands(draw: random.Random, folder: Path) -> str:
     odd = draw.random() < 0.3
     if odd:
         words[draw.randrange(len(words))] = draw.choice(ODD_WORDS)
-    found = attempt(lambda: command(words))
+    found = attempt(lambda: command(*words))
     require(not isinstance(found, Refused), f"constmem {' '.join(words)}: ended with {found!r}")
-    code, out, err = found
+    code, out, err = found.returncode, found.stdout, found.stderr
     require(code in (0, 1, 2), f"constmem {' '.join(words)}: exit code {code}")
     require(
         code == 0 or (bool(err.strip()) and "Traceback" not in err),

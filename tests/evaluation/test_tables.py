@@ -1,8 +1,6 @@
 """Tables: ours beside the published, a column only where there is something to show, in every form."""
 
 import json
-import subprocess
-import sys
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from constmem.evaluation.entries import compare
 from constmem.evaluation.rows import Row, read_rows
 from constmem.evaluation.runs import PUBLISHED
 from constmem.evaluation.tables import as_json, markdown, tabulate
+from tests.command import command
 from tests.evaluation.made import (
     EVENTS,
     POINTS,
@@ -164,24 +163,19 @@ def test_the_committed_rows_of_both_optimisers_are_distinguished() -> None:
     assert ("TNP-D (optimiser=muon, lr=0.002)", "improved") in names
 
 
-def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    call = [sys.executable, "-m", "constmem.cli", "table", *arguments]
-    return subprocess.run(call, capture_output=True, text=True, cwd=cwd, check=False)
-
-
 def test_the_command_prints_committed_rows_and_writes_valid_json(tmp_path: Path) -> None:
     results = ROOT / "benchmarks" / "results" / "emnist.json"
-    done = command(str(results), "--markdown", cwd=tmp_path)
+    done = command("table", str(results), "--markdown", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == markdown(compare(read_rows([results])))
     failed = own_content(1, scores={"test": POINTS | {"rmse": nan, "crps": inf}})
     (tmp_path / "rows.json").write_text(json.dumps([own_content(0), failed]))
-    done = command("rows.json", "--out", "table.json", cwd=tmp_path)
+    done = command("table", "rows.json", "--out", "table.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (entry,) = json.loads((tmp_path / "table.json").read_text(), parse_constant=pytest.fail)
     assert entry["crps"]["test"] == {"mean": None, "spread": None}
     assert entry["by_point"]["test"]["mean"] == 1.0
-    done = command(cwd=tmp_path)
+    done = command("table", cwd=tmp_path)
     assert done.returncode == 2
     assert "no scored runs" in done.stderr
 

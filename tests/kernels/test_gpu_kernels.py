@@ -31,39 +31,59 @@ WIDTHS = {"plain": (40, 1, 16), "masked": (33, 3, 31), "weighted": (16, 2, 5), "
 SMALL = {"dim": 16, "depth": 1, "num_slots": 4, "num_latents": 4, "hidden": 16, "num_heads": 2}
 
 
-def interpreted(*cases: tuple[str, dict[str, Any]]) -> Any:
-    """What a program with Triton's interpreter found of these cases."""
+PRECISIONS = {"exact": 1e-5, "half": 2e-3}
+SIZES = [(16, 1, 70, 3, 2), (33, 3, 5, 1, 3), (16, 2, 5, 16, 0), (40, 1, 5, 17, 1), (100, 2, 3, 1, 2)]
+EXTENDED = [dict(zip(("dim", "heads", "slots", "tasks", "depth"), size, strict=True)) for size in SIZES]
+
+
+def observed(kind: str, precision: str) -> dict[str, Any]:
+    dim, heads, slots = WIDTHS[kind]
+    return {"dim": dim, "heads": heads, "slots": slots, "kind": kind, "precision": precision}
+
+
+CASES: dict[str, list[dict[str, Any]]] = {
+    "observe": [observed(kind, p) for p in PRECISIONS for kind in KINDS if (kind, p) != ("sharp", "half")],
+    **{name: [{}] for name in ("leaves_out", "trained", "update", "merge", "changed")},
+    "extend": EXTENDED,
+    "checksum": [{}],
+}
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, list[Any]]:
+    """What a program with Triton's interpreter found of all cases, by their names."""
+    cases = [(name, settings) for name, several in CASES.items() for settings in several]
     program = Path(__file__).with_name("interpreted.py")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", str(program), json.dumps(cases)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def case(kind: str, precision: str) -> tuple[str, dict[str, Any]]:
-    dim, heads, slots = WIDTHS[kind]
-    return "observe", {"dim": dim, "heads": heads, "slots": slots, "kind": kind, "precision": precision}
+    results = iter(json.loads(done.stdout))
+    return {name: [next(results) for _ in several] for name, several in CASES.items()}
 
 
 @has_triton
-@pytest.mark.parametrize(("precision", "tolerance"), [("exact", 1e-5), ("half", 2e-3)])
-def test_the_kernels_agree_with_float64_operators_at_every_size(precision: str, tolerance: float) -> None:
-    kinds = [kind for kind in KINDS if precision == "exact" or kind != "sharp"]
-    for kind, rows in zip(kinds, interpreted(*(case(kind, precision) for kind in kinds)), strict=True):
-        for row in rows:
-            assert row["failures"] == [], kind
-            assert row["plans"] == 1, kind  # it was indeed the kernels that observed
-            assert row["lse"] < tolerance, kind
-            assert row["value"] < tolerance, kind
-            assert row["counted"], kind
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_kernels_agree_with_float64_operators_at_every_size(
+    interpreted: dict[str, list[Any]], precision: str
+) -> None:
+    tolerance, compared = PRECISIONS[precision], 0
+    for case, rows in zip(CASES["observe"], interpreted["observe"], strict=True):
+        for row in rows if case["precision"] == precision else ():
+            assert row["failures"] == [], case
+            assert row["plans"] == 1, case  # it was indeed the kernels that observed
+            assert row["lse"] < tolerance, case
+            assert row["value"] < tolerance, case
+            assert row["counted"], case
+            compared += 1
+    assert compared >= 4
 
 
 @has_triton
-def test_masks_states_of_the_trained_model_updates_and_merges_hold_in_the_kernels_too() -> None:
-    out, trained, updated, merged = interpreted(
-        ("leaves_out", {}), ("trained", {}), ("update", {}), ("merge", {})
-    )
+def test_masks_states_of_the_trained_model_updates_and_merges_hold_in_the_kernels_too(
+    interpreted: dict[str, list[Any]],
+) -> None:
+    out, trained, updated, merged = (interpreted[n][0] for n in ("leaves_out", "trained", "update", "merge"))
     assert out == {"same": True, "empty": True}
     assert trained["failures"] == updated["failures"] == []
     assert trained["value"] < 2e-3
@@ -77,11 +97,8 @@ def test_masks_states_of_the_trained_model_updates_and_merges_hold_in_the_kernel
 
 
 @has_triton
-def test_one_point_more_takes_one_launch_and_of_many_tasks_two() -> None:
-    sizes = [(16, 1, 70, 3, 2), (33, 3, 5, 1, 3), (16, 2, 5, 16, 0), (40, 1, 5, 17, 1), (100, 2, 3, 1, 2)]
-    names = "dim", "heads", "slots", "tasks", "depth"
-    cases = [dict(zip(names, size, strict=True)) for size in sizes]
-    for case, found in zip(cases, interpreted(*(("extend", case) for case in cases)), strict=True):
+def test_one_point_more_takes_one_launch_and_of_many_tasks_two(interpreted: dict[str, list[Any]]) -> None:
+    for case, found in zip(EXTENDED, interpreted["extend"], strict=True):
         assert found["failures"] == [], case
         assert found["launches"] == [int(case["tasks"] > gpu.FEWEST), 1], case
         assert found["value"] < 1e-5, case
@@ -90,15 +107,15 @@ def test_one_point_more_takes_one_launch_and_of_many_tasks_two() -> None:
 
 
 @has_triton
-def test_weights_changed_between_updates_are_seen_by_the_kernels() -> None:
-    (differences,) = interpreted(("changed", {}))
+def test_weights_changed_between_updates_are_seen_by_the_kernels(interpreted: dict[str, list[Any]]) -> None:
+    (differences,) = interpreted["changed"]
     assert len(differences) == 2 * 15
     assert max(differences) < 1e-4
 
 
 @has_triton
-def test_the_checksum_is_that_of_its_formula_and_sees_every_bit() -> None:
-    (found,) = interpreted(("checksum", {}))
+def test_the_checksum_is_that_of_its_formula_and_sees_every_bit(interpreted: dict[str, list[Any]]) -> None:
+    (found,) = interpreted["checksum"]
     assert found == {"formula": 0, "missed": 0, "imagined": 0, "failures": []}
 
 

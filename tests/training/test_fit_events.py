@@ -1,8 +1,6 @@
 """Events of one's own: from a file to sequences, parts, a trained model and its scores."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from constmem.evaluation.runs import evaluate_run, print_runs
 from constmem.point_processes import CMHP
 from constmem.training import fit_events, fit_file
 from constmem.training.recipes import event_recipe
+from tests.command import command
 from tests.training.files import write
 
 SIZES = {"dim": 8, "depth": 1, "num_slots": 3, "num_latents": 2, "hidden": 8, "num_heads": 2, "components": 2}
@@ -311,15 +310,11 @@ def test_the_model_knows_the_scale_of_time_of_the_training_part(file: Path, tmp_
 def test_the_command_takes_a_file(file: Path, tmp_path: Path) -> None:
     sizes = [f"--set={item}" for item in TINY]
     columns = ["--user", "customer", "--mark", "what", "--time", "when"]
-    command = [sys.executable, "-m", "constmem.cli", "train", file.name, "cmhp", "--steps", "2"]
-    done = subprocess.run(
-        [*command, *columns, *sizes], capture_output=True, text=True, cwd=tmp_path, check=False
-    )
+    words = ["train", file.name, "cmhp", "--steps", "2"]
+    done = command(*words, *columns, *sizes, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "shop-cmhp-0" / "events.safetensors").exists()
-    done = subprocess.run(
-        [*command, "--x", "when"], capture_output=True, text=True, cwd=tmp_path, check=False
-    )
+    done = command(*words, "--x", "when", cwd=tmp_path)
     assert done.returncode == 2
     assert "use --user, --mark, --time" in done.stderr
 

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from constmem.training import context_note, fit_file, fit_table
 from constmem.training.loop import Run, _validate, train
 from constmem.training.recipes import PointRecipe, changed, table_recipe
 from constmem.training.sources import open_source
+from tests.command import command
 from tests.training.files import write
 
 ROOT = Path(__file__).parents[2]
@@ -410,11 +410,6 @@ def test_parquet_rows_are_those_of_the_csv_file(file: Path) -> None:
 
 
 # The command line, the example
-
-
-def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    call = [sys.executable, "-m", "constmem.cli", *arguments]
-    return subprocess.run(call, capture_output=True, text=True, cwd=cwd, check=False)
 
 
 def test_a_csv_file_is_trained_on_and_scored_at_the_command_line(file: Path) -> None:

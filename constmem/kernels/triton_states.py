@@ -1,8 +1,10 @@
-"""The gradients of softmaxes over normalised tokens, written in Triton: those of rows, and those of tokens.
+"""States on a GPU, in Triton: merged, given a point more, and the gradients of what makes them.
 
-Forwards (`triton_observe.py`) every row a of a matrix takes the mean of tokens,
-m = sum p h with p = exp(a h - lse).
-Given the gradients g of m and e of lse, and delta = g m - e,
+One point's softmax is one: its scores are the lse, its values every slot's value. So a program needs no more
+of it than a token, which it makes itself where that takes less time than another launch.
+
+Forwards (`triton_observe.py`) every row a of a matrix takes the mean of tokens, m = sum p h with
+p = exp(a h - lse). Given the gradients g of m and e of lse, and delta = g m - e,
 
     ds = p (g h - delta),    da = sum over tokens of ds h,    dh = sum over rows of ds a + p g.
 
@@ -26,6 +28,121 @@ from torch import Tensor
 from constmem.kernels.triton_observe import LN2, Tiles, launch
 
 LIFT = 14.0
+MERGED = 64  # slots a program merges
+
+
+@triton.jit
+def _mixed(a, b, mine, theirs):
+    """log(exp(a) + exp(b)), and what lies between the two values by sigmoid(b - a)."""
+    lesser = tl.exp(-tl.abs(a - b))  # NaN if one of them is, which a minimum or maximum would lose
+    first = (a >= b)[:, None]
+    near, far = tl.where(first, mine, theirs), tl.where(first, theirs, mine)
+    return tl.maximum(a, b) + tl.log(1.0 + lesser), near + (far - near) * (lesser / (1.0 + lesser))[:, None]
+
+
+@triton.jit(do_not_specialize=["slots", "shared"])
+def _merge(
+    value, lse, other, other_lse, merged, merged_lse, slots, channels, shared,
+    S: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """A few slots of two states as those of one."""
+    rows, cs = tl.program_id(0).to(tl.int64) * S + tl.arange(0, S), tl.arange(0, C)
+    there = rows < slots
+    a, b = tl.load(lse + rows, mask=there, other=0.0), tl.load(other_lse + rows, mask=there, other=0.0)
+    real = there[:, None] & (cs < channels)[None, :]
+    mine = tl.load(value + rows[:, None] * channels + cs[None, :], mask=real, other=0.0)
+    theirs = tl.load(other + (rows // shared)[:, None] * channels + cs[None, :], mask=real, other=0.0)
+    found, out = _mixed(a, b, mine, theirs)
+    tl.store(merged_lse + rows, found, mask=there)
+    tl.store(merged + rows[:, None] * channels + cs[None, :], out, mask=real)
+
+
+@triton.jit
+def _token(point, weight, bias, inputs, WIDTH: tl.constexpr, LAYERS: tl.constexpr, D: tl.constexpr):
+    """One point through the embedding and the normalisation, in float64."""
+    dims = tl.arange(0, D)
+    x = tl.load(point + dims, mask=dims < inputs, other=0.0).to(tl.float64)
+    for layer in tl.static_range(LAYERS):
+        w = tl.load(weight + layer * D * D + dims[:, None] * D + dims[None, :])
+        x = tl.sum(w.to(tl.float64) * x[:, None], 0) + tl.load(bias + layer * D + dims)
+        if layer + 1 < LAYERS:
+            x = tl.maximum(x, 0.0)
+    return (x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + 1e-5)).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["tasks"])
+def _extended(
+    points, embedding, embedding_bias, weight, bias, value, lse, merged, merged_lse, tasks, inputs,
+    EMBEDDED: tl.constexpr, LAYERS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+    CHANNELS: tl.constexpr, S: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """A few slots of one head after one more point (or its token), for every so manieth task."""
+    own, head, heads = tl.program_id(0) * S + tl.arange(0, S), tl.program_id(1), tl.num_programs(1)
+    cs, dims, there = tl.arange(0, C), tl.arange(0, D), own < SLOTS
+    used, real = (dims < WIDTH)[None, :], there[:, None] & (cs < CHANNELS)[None, :]
+    rows, values = head * SLOTS + own, heads * SLOTS + head * CHANNELS + cs
+    a = tl.load(weight + rows[:, None] * WIDTH + dims[None, :], mask=there[:, None] & used, other=0.0)
+    asked = (cs < CHANNELS)[:, None] & used
+    w = tl.load(weight + values[:, None] * WIDTH + dims[None, :], mask=asked, other=0.0)
+    score = tl.load(bias + rows, mask=there, other=0.0)
+    shift = tl.load(bias + values, mask=cs < CHANNELS, other=0.0)
+    for task in range(tl.program_id(2), tasks, tl.num_programs(2)):
+        if EMBEDDED:
+            h = tl.load(points + task * D + dims)
+        else:
+            h = _token(points + task * inputs, embedding, embedding_bias, inputs, WIDTH, LAYERS, D)
+        here, seen = tl.sum(a * h[None, :], 1) + score, tl.sum(w * h[None, :], 1) + shift
+        place = task * (heads * SLOTS) + rows.to(tl.int64)
+        at = place[:, None] * CHANNELS + cs[None, :]
+        before = tl.load(lse + place, mask=there, other=0.0)
+        mine = tl.load(value + at, mask=real, other=0.0)
+        found, out = _mixed(before, here.to(tl.float64), mine, seen.to(tl.float64)[None, :])
+        tl.store(merged_lse + place, found, mask=there)
+        tl.store(merged + at, out, mask=real)
+
+
+def merge(
+    value: Float[Tensor, "*h s c"],
+    lse: Float[Tensor, "*h s"],
+    other: Float[Tensor, "*h t c"],
+    other_lse: Float[Tensor, "*h s"],
+) -> tuple[Float[Tensor, "*h s c"], Float[Tensor, "*h s"]]:
+    """The algebra's `merge` of contiguous float64 tensors; `other` has one value, or one for each slot."""
+    merged, merged_lse = torch.empty_like(value), torch.empty_like(lse)
+    slots, channels = lse.numel(), value.shape[-1]
+    shared = value.shape[-2] // other.shape[-2]
+    launch(
+        _merge, (triton.cdiv(slots, MERGED),), value, lse, other, other_lse, merged, merged_lse,
+        slots, channels, shared, S=MERGED, C=triton.next_power_of_2(channels),
+    )  # fmt: skip
+    return merged, merged_lse
+
+
+def extended(
+    points: Float[Tensor, "b 1 i"] | Float[Tensor, "b i"],
+    embedding: tuple[Float[Tensor, "l d d"], Float[Tensor, "l d"]],
+    single: tuple[Float[Tensor, "sv w"], Float[Tensor, " sv"]],
+    value: Float[Tensor, "b *h s c"],
+    lse: Float[Tensor, "b *h s"],
+    programs: int,
+    *,
+    embedded: bool,
+) -> tuple[Float[Tensor, "b *h s c"], Float[Tensor, "b *h s"]]:
+    """Contiguous float64 states with one point more each; `single` gives scores and values of its token."""
+    merged, merged_lse = torch.empty_like(value), torch.empty_like(lse)
+    tasks, *_, slots, channels = value.shape
+    (layers, d, _), (outputs, width) = embedding[0].shape, single[0].shape
+    pieces, heads = -(-slots // MERGED), outputs // (slots + channels)  # triton.cdiv takes microseconds
+    grid = pieces, heads, max(1, min(tasks, programs // (pieces * heads)))
+    launch(
+        _extended, grid, points, *embedding, *single, value, lse, merged, merged_lse, tasks, points.shape[-1],
+        EMBEDDED=embedded, LAYERS=layers, WIDTH=width, SLOTS=slots, CHANNELS=channels,
+        S=MERGED, C=1 << (channels - 1).bit_length(), D=d, num_warps=4 if embedded and d <= 64 else 8,
+    )  # fmt: skip
+    return merged, merged_lse
+
+
+# Gradients
 
 
 class Precision(NamedTuple):
@@ -89,13 +206,9 @@ def _rows(
     stop = tl.minimum(start + stretch, n)
     whole = start + tl.maximum(stop - start, 0) // T * T
     for at in range(start, whole, T):
-        sums = _met(
-            a, g, level, mean, tokens, mask, at, stop, sums, MASKED, False, LIFT, D, T, PRODUCTS
-        )  # fmt: skip
+        sums = _met(a, g, level, mean, tokens, mask, at, stop, sums, MASKED, False, LIFT, D, T, PRODUCTS)
     if whole < stop:
-        sums = _met(
-            a, g, level, mean, tokens, mask, whole, stop, sums, MASKED, True, LIFT, D, T, PRODUCTS
-        )  # fmt: skip
+        sums = _met(a, g, level, mean, tokens, mask, whole, stop, sums, MASKED, True, LIFT, D, T, PRODUCTS)
     place = (task.to(tl.int64) * tl.num_programs(1) + part) * slots + own
     place = found + place[:, None] * D + dims[None, :]
     tl.store(place, tl.load(place) + sums)
@@ -108,14 +221,12 @@ def _tokens(
     PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a tile of one task's tokens."""
-    task, dims = tl.program_id(1), tl.arange(0, D)
-    places = tl.program_id(0) * T + tl.arange(0, T)
+    task, dims, places = tl.program_id(1), tl.arange(0, D), tl.program_id(0) * T + tl.arange(0, T)
     there = (places < n)[:, None]
     place = (task.to(tl.int64) * n + places)[:, None] * D + dims[None, :]
     h = tl.load(tokens + place, mask=there, other=0.0)
     grad += task.to(tl.int64) * slots * D
-    lse += task * slots
-    delta += task * slots
+    lse, delta = lse + task * slots, delta + task * slots
     sums = tl.zeros((T, D), tl.float32)
     for at in range(0, slots, S):
         rows = at + tl.arange(0, S)
@@ -147,8 +258,7 @@ def rows(
         lse: to base two, less LIFT.
         delta: divided likewise.
     """
-    tasks, n, d = tokens.shape
-    tiles = precision.rows
+    (tasks, n, d), tiles = tokens.shape, precision.rows
     stretch = triton.cdiv(triton.cdiv(n, found.shape[1]), tiles.tokens) * tiles.tokens
     launch(
         _rows, (found.shape[2] // tiles.rows, found.shape[1], tasks),
@@ -168,8 +278,7 @@ def tokens(
         lse: to base two, less LIFT and the logarithm of what a row's gradient is to be multiplied by.
         delta: times ln 2.
     """
-    tasks, n, d = given.shape
-    tiles = precision.tokens
+    (tasks, n, d), tiles = given.shape, precision.tokens
     launch(
         _tokens, (triton.cdiv(n, tiles.tokens), tasks),
         given, given if mask is None else mask, absorbed, grad, lse, delta, size, found, n,
