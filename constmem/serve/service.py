@@ -1,6 +1,7 @@
 """Streams by key over HTTP: what was acknowledged is on disk, and rows of many clients are taken together."""
 
 import asyncio
+import gc
 import logging
 import time
 from collections import Counter
@@ -210,6 +211,8 @@ def run(service: Service, host: str, port: int, *, log_level: str = "warning") -
     """Answer at an address until a signal says stop; then what waits is answered, and the store closed."""
     import uvicorn
 
+    gc.collect()
+    gc.freeze()  # what is there for good need not be looked at by each collection
     uvicorn.run(
         service, host=host, port=port, log_level=log_level, access_log=False, timeout_keep_alive=30,
         limit_concurrency=4 * service.limits.waiting, timeout_graceful_shutdown=int(service.limits.seconds),
