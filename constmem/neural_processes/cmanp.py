@@ -200,7 +200,7 @@ class CMANP(LevelProcess[Any, Any]):
         return latents, *posterior._replace(evidence=corrected.log_softmax(-1))
 
     def _read(self, value: Float[Tensor, "b depth h s c"]) -> Float[Tensor, "b depth l d"]:
-        return torch.stack(self.stack.read_value(value, self.latents.expand(len(value), -1, -1)), 1)
+        return torch.stack(self.stack.read_value(value, self.latents.expand(value.shape[0], -1, -1)), 1)
 
     def decode(self, memory: Any, xt: Float[Tensor, "b m x"]) -> tuple[Tensor, ...]:
         if self.regression is None:
