@@ -13,7 +13,7 @@ SHAPED := tests/laws/test_losses.py tests/laws/test_processes.py tests/laws/test
 	--ignore=tests/neural_processes/test_published.py --ignore=tests/neural_processes/test_older_weights.py \
 	--ignore=tests/point_processes/test_published_events.py
 
-.PHONY: demo test check attack bench wheel-test clean
+.PHONY: demo test check docs onnx-test attack bench wheel-test clean
 
 demo: $(VENV)/.train  ## learn a power plant's rows as a stream, beside a forest; complete digits; draw both
 	$(BIN)/constmem demo
@@ -28,10 +28,17 @@ check: $(VENV)/.dev  ## style, types, and the direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(VENV)/.docs  ## the documentation site, in build/docs; a warning is an error
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+	@echo "open build/docs/index.html"
+
 attack: $(VENV)/.dev  ## damaged files, odd calls, kills, races and limits; lines broken on purpose, too
 	$(BIN)/python -m pytest -m attack tests/attack $(ARGS)
 	$(BIN)/python benchmarks/attack.py
 	$(BIN)/python benchmarks/tables.py
+
+onnx-test: $(VENV)/.dev  ## models exported to ONNX against the library, which takes half a minute
+	$(BIN)/python -m pytest -m slow tests/integrations/test_onnx.py $(ARGS)
 
 wheel-test: $(VENV)/.dev  ## build wheel and sdist, install both in clean environments, run the demo there
 	$(BIN)/python -m pytest -m wheel tests/test_packaging.py $(ARGS)
@@ -57,6 +64,10 @@ $(VENV)/.train: $(VENV)/.pip $(PROJECT)
 
 $(VENV)/.dev: $(VENV)/.train $(PROJECT)
 	$(PIP) --editable ".[train,data]" --group dev
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.dev $(PROJECT)
+	$(PIP) --group docs
 	touch $@
 
 clean:

@@ -11,6 +11,7 @@ import typer
 from constmem import __version__
 from constmem.core.registry import EVENTS, POINTS, with_variants
 from constmem.data import catalogue
+from constmem.integrations import command_line as exporting
 from constmem.serve import command_line as serving
 from constmem.tabular import command_line
 
@@ -19,6 +20,7 @@ data_app = typer.Typer(help="Data sets: what is there, and how to prepare what i
 app.add_typer(data_app, name="data")
 command_line.register(app)
 serving.register(app)
+exporting.register(app)
 
 
 def _print_version(asked: bool) -> None:

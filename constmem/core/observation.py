@@ -235,4 +235,6 @@ def _copy(t: Tensor) -> Tensor:
 
 
 def _counted(data: Float[Tensor, "b n i"]) -> Tensor:
+    if torch.compiler.is_exporting():  # of which a filled tensor would keep the number
+        return torch.zeros(data.shape[:1], dtype=torch.int64, device=data.device) + data.shape[1]
     return torch.full(data.shape[:1], data.shape[1], device=data.device)

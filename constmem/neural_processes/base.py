@@ -250,7 +250,7 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
     def _decoded(self, memory: M, xt: Tensor, chunk: int) -> tuple[Tensor, ...]:
         """What `decode` says of any number of targets, in the model's own units."""
         m = xt.shape[1]
-        if m <= chunk:
+        if torch.compiler.is_exporting() or m <= chunk:  # exported for any number of targets
             return self.decode(memory, xt)
         return filled((self.decode(memory, xt[:, i : i + chunk]) for i in range(0, m, chunk)), m)
 

@@ -1,7 +1,9 @@
-"""The figures of the page are those of its committed rows."""
+"""The figures of the page and of exported models are those of their committed rows."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,3 +21,38 @@ def test_what_the_page_costs_is_what_was_measured() -> None:
     )
     for line in lines:
         assert line in text
+
+
+def test_what_exported_models_cost_is_what_was_measured() -> None:
+    text = (ROOT / "docs" / "without-python.md").read_text()
+    for line in lines_of_onnx():
+        assert line in text
+
+
+def lines_of_onnx() -> list[str]:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "onnx_cost.json").read_text())["rows"]
+    assert [row["weights"] for row in rows] == ["float32", "float16"]
+    assert all(row["mean_off_by"] < 1e-5 and row["std_off_by"] < 1e-5 for row in rows)
+    assert all(row["updates"] == 20_000 and row["state_off_by"] < 1e-4 for row in rows)
+
+    def line(name: str, show: Callable[[dict[str, Any]], str]) -> str:
+        return f"| {name} | {' | '.join(map(show, rows))} |"
+
+    def timed(key: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: f"{row[f'{key}_ms']:.2g} ms ({row[f'{key}_pytorch_ms']:.2g})"
+
+    return [
+        line("graphs", lambda row: f"{row['megabytes']:.1f} MB"),
+        line("a process that runs them", lambda row: f"{row['resident_megabytes']} MB"),
+        line("one update (PyTorch)", timed("update")),
+        line("one reading (PyTorch)", timed("read")),
+        line("784 predictions (PyTorch)", timed("predict_784")),
+        line("states off by, after 20,000 updates", lambda row: f"{row['state_off_by']:.0e}"),
+        line("predictions off by", lambda row: f"{max(row['mean_off_by'], row['std_off_by']):.0e}"),
+    ]
+
+
+def test_the_site_lists_every_page() -> None:
+    listed = set((ROOT / "docs" / "index.md").read_text().split())
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    assert pages <= listed, f"add these to docs/index.md: {sorted(pages - listed)}"

@@ -40,7 +40,7 @@ export class Weights {
     }
     this.config = { ...DEFAULTS, ...settings.config };
     for (const [key, value] of Object.entries(this.config)) {
-      if (!KNOWN.has(key) && !(key === "levels" && !value)) {
+      if (!KNOWN.has(key) && value) {  // what is off is not needed
         throw new Error(`${name} has a setting that this page does not know: ${key} = ${value}. It runs CMANP with normal predictions only.`);
       }
     }

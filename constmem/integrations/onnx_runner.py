@@ -1,0 +1,242 @@
+"""Models that `constmem export` wrote, on onnxruntime and numpy alone: observe, merge, predict, save, load.
+
+This file needs nothing of constmem. `constmem export` writes a copy of it beside the graphs:
+
+    from constmem_runner import Runner
+
+    runner = Runner("digits")               # the folder
+    runner.observe(x, y)                    # (n, dim_x) and (n, dim_y), or with the batch in front
+    mean, std = runner.predict(xt)
+"""
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import onnxruntime
+
+FORMAT, VERSION = "constmem.onnx", 1
+STATE = "constmem.state"  # what the library calls the files of such states
+EMPTY = -(2.0**100)  # the log-normaliser of nothing
+NOTHING = ""  # the fingerprint of a state that has seen nothing
+CHUNK = 1024  # points observed at once; never changes a result
+NUMBERS = {"F64": np.float64, "I64": np.int64}
+CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})"')
+Array = np.ndarray[Any, Any]
+
+
+class Runner:
+    """A stream: a model and the state of all it has been shown, which never grows.
+
+    Args:
+        folder: one that `constmem export --to onnx` wrote.
+        batch: how many streams side by side.
+        threads: of onnxruntime; small updates want one.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, batch: int = 1, threads: int = 1) -> None:
+        path = Path(folder) / "model.json"
+        try:
+            about = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"there is no {path}: give the folder that `constmem export --to onnx` wrote"
+            ) from None
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged ({error}): export the model again") from error
+        if about.get("format") != FORMAT or about.get("version") != VERSION:
+            raise ValueError(
+                f"{path} is {about.get('format')!r} of version {about.get('version')!r}, but this runner "
+                f"reads {FORMAT!r} of version {VERSION}: take the runner from beside the graphs"
+            )
+        if batch < 1:
+            raise ValueError(f"batch must be at least 1, not {batch}")
+        self.about: dict[str, Any] = about
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        self._graphs: dict[str, Any] = {}
+        for name, sha256 in about["graphs"].items():
+            content = (Path(folder) / f"{name}.onnx").read_bytes()
+            if hashlib.sha256(content).hexdigest() != sha256:
+                raise ValueError(f"{Path(folder) / name}.onnx is damaged: export the model again")
+            self._graphs[name] = onnxruntime.InferenceSession(content, options, ["CPUExecutionProvider"])
+        *slots, channels = about["layout"]
+        self.state: dict[str, Array] = {
+            "value": np.zeros((batch, *slots, channels)),
+            "lse": np.full((batch, *slots), EMPTY),
+            "count": np.zeros(batch, dtype=np.int64),
+        }
+        self._memory: Array | None = None  # what `read` made of the state; None once that has changed
+
+    @property
+    def batch(self) -> int:
+        """How many streams there are."""
+        return len(self.state["count"])
+
+    @property
+    def count(self) -> Array:
+        """How many points each stream has seen."""
+        return self.state["count"]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes remembered: the same whatever was seen."""
+        return sum(array.nbytes for array in self.state.values())
+
+    def observe(self, x: Any, y: Any) -> None:
+        """Take in points: (n, channels), or (batch, n, channels) of several streams."""
+        x, y = self._points("x", x), self._points("y", y)
+        if x.shape[1] != y.shape[1]:
+            raise ValueError(f"x has {x.shape[1]} points, y {y.shape[1]}: give one y for each x")
+        value, lse = self.state["value"], self.state["lse"]
+        for i in range(0, x.shape[1], CHUNK):
+            here = slice(i, i + CHUNK)
+            value, lse = self._run("update", value=value, lse=lse, x=x[:, here], y=y[:, here])
+        self._set(value, lse, self.count + x.shape[1])
+
+    def merge(self, other: "Runner") -> None:
+        """Take in all that another stream of the same model has seen."""
+        if self.about["fingerprint"] != other.about["fingerprint"] or self.batch != other.batch:
+            raise ValueError(
+                "only streams of the same exported model, and of the same batch, can be merged: these are of "
+                f"{self.about['fingerprint']} and {other.about['fingerprint']}, "
+                f"{self.batch} and {other.batch} side by side"
+            )
+        theirs = {f"other_{name}": other.state[name] for name in ("value", "lse")}
+        mine = {name: self.state[name] for name in ("value", "lse")}
+        value, lse = self._run("merge", **mine, **theirs)
+        self._set(value, lse, self.count + other.count)
+
+    def predict(self, xt: Any) -> tuple[Array, Array]:
+        """Mean and standard deviation at targets, with the batch in front: (batch, m, dim_y) each."""
+        targets = self._points("xt", xt)
+        if self._memory is None:
+            (self._memory,) = self._run("read", value=self.state["value"])
+        mean, std = self._run("predict", memory=self._memory, xt=targets)
+        return mean, std
+
+    def fork(self) -> "Runner":
+        """A stream that goes on from here by itself."""
+        made = object.__new__(Runner)
+        made.about, made._graphs, made._memory = self.about, self._graphs, self._memory
+        made.state = dict(self.state)  # whose arrays are never written to
+        return made
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state as the library does: `AttentionState.load` reads it, and `load`."""
+        seen = bool(self.count.any())
+        content = _written(self.state, self.about["fingerprint"] if seen else NOTHING)
+        target = Path(path)
+        partial = target.with_name(f".{target.name}.{uuid4().hex}")
+        try:
+            partial.write_bytes(content)
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go on from a state that `save`, or the library, wrote."""
+        state, fingerprint = _read(Path(path))
+        if fingerprint not in (NOTHING, self.about["fingerprint"]):
+            raise ValueError(
+                f"{path} was made by other weights (fingerprint {fingerprint}, these "
+                f"{self.about['fingerprint']}): float16 weights count as others; observe the points again"
+            )
+        layout = tuple(self.about["layout"])
+        if state["value"].shape[1:] != layout or state["lse"].shape != state["value"].shape[:-1]:
+            raise ValueError(
+                f"{path} is of another model: it has {state['value'].shape[1:]}, this model {layout}"
+            )
+        self.state, self._memory = state, None
+
+    def _set(self, value: Array, lse: Array, count: Array) -> None:
+        self.state, self._memory = {"value": value, "lse": lse, "count": count}, None
+
+    def _run(self, graph: str, **given: Array) -> list[Array]:
+        found: list[Array] = self._graphs[graph].run(None, given)
+        return found
+
+    def _points(self, name: str, given: Any) -> Array:
+        """Numbers as (batch, n, channels) in float64; refuses what is none, or not finite."""
+        dim = self.about["dim_y" if name == "y" else "dim_x"]
+        try:
+            points = np.asarray(given, dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{name} must be numbers ({error})") from error
+        if points.ndim == 2 and self.batch == 1:
+            points = points[None]
+        if points.ndim != 3 or points.shape[0] != self.batch or points.shape[2] != dim:
+            raise ValueError(
+                f"{name} has shape {np.shape(given)}, but (n, {dim}) of one stream is needed, or "
+                f"({self.batch}, n, {dim})"
+            )
+        if not np.isfinite(points).all():
+            first = tuple(int(i) for i in np.argwhere(~np.isfinite(points))[0])
+            raise ValueError(f"{name} holds {points[first]} at {first}: leave such points out")
+        return points
+
+
+def _written(state: dict[str, Array], fingerprint: str) -> bytes:
+    """A safetensors file of a state, with the checksum of all of it."""
+    kinds = {np.dtype(kind): name for name, kind in NUMBERS.items()}
+    header: dict[str, Any] = {
+        "__metadata__": {"checksum": "0" * 64, "fingerprint": fingerprint, "format": STATE, "version": "1s"}
+    }
+    at, parts = 0, []
+    for name, array in sorted(state.items()):
+        part = np.ascontiguousarray(array).tobytes()
+        header[name] = {
+            "dtype": kinds[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [at, at + len(part)],
+        }
+        parts.append(part)
+        at += len(part)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    content = bytearray(len(text).to_bytes(8, "little") + text + b"".join(parts))
+    place = CHECKSUM.search(content, 8)
+    assert place is not None
+    content[place.start(1) : place.end(1)] = hashlib.sha256(content).hexdigest().encode()
+    return bytes(content)
+
+
+def _read(path: Path) -> tuple[dict[str, Array], str]:
+    """A state and its fingerprint; refuses files that are damaged or of another kind."""
+    content = bytearray(path.read_bytes())
+    length = int.from_bytes(content[:8], "little")
+    try:
+        header = json.loads(content[8 : 8 + length])
+        about = header.pop("__metadata__")
+        kind, version, checksum = (about.get(key) for key in ("format", "version", "checksum"))
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is no state, or damaged ({error}): save the state again") from error
+    if kind != STATE or version not in ("1", "1s"):
+        raise ValueError(
+            f"{path} holds {kind!r} of version {version!r}, but {STATE!r} of version 1 is needed"
+        )
+    if checksum is not None or version == "1s":
+        place = CHECKSUM.search(content, 8, 8 + length)
+        if place is not None:
+            content[place.start(1) : place.end(1)] = b"0" * 64
+        if place is None or hashlib.sha256(content).hexdigest() != checksum:
+            raise ValueError(f"{path} is damaged: its checksum is not that of what it holds; save it again")
+    try:
+        data = memoryview(content)[8 + length :]
+        state = {
+            name: np.frombuffer(data[slice(*t["data_offsets"])], NUMBERS[t["dtype"]]).reshape(t["shape"])
+            for name, t in header.items()
+        }
+        missing = {"value", "lse", "count"} - state.keys()
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged, or was not kept in float64 ({error}): save it again") from error
+    if missing or state["value"].ndim < 3 or state["count"].shape != state["value"].shape[:1]:
+        raise ValueError(f"{path} is damaged: it holds no value, lse and count that fit; save it again")
+    if not all(np.isfinite(array).all() for array in state.values()):
+        raise ValueError(f"{path} is damaged: it holds numbers that are not finite; save it again")
+    return state, about.get("fingerprint") or NOTHING
