@@ -139,7 +139,9 @@ def reproduction() -> str:
         f"{fast['captured, tf32']:.1f} times (tf32) and {fast['captured, bf16']:.1f} times (bf16) "
         "as fast as the literal algorithm run eagerly.",
     )
-    others = [trained(name) for name in ("celeba32", "celeba32-longer", "celeba64", "celeba128", "gp")]
+    others = [
+        trained(name) for name in ("celeba32", "celeba32-longer", "celeba64", "celeba128", "gp", "gp-moments")
+    ]
     functions = gp_limits.summary(rows("gp_limits")), gp_joint.summary(rows("gp_joint"))
     return "\n\n".join([trained("emnist"), *more, *filter(None, others), *functions])
 

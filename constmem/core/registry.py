@@ -49,6 +49,9 @@ _CMANP: dict[str, dict[str, Any]] = {
     "small": {"dim": 32, "depth": 3, "num_slots": 32, "num_latents": 32, "hidden": 64},
     "matched": {"depth": 3, "hidden": 160},  # as many parameters as LBANP, within one in a hundred
     "moments": {"moments": 128},  # and Bayesian linear regressions from them: for smooth functions
+    "residuals": {  # mixtures of normals: for what a regression leaves of tables
+        "normals": 12, "depth": 3, "num_slots": 32, "num_latents": 32,
+    },
     "calibrated": {"levels": 256},  # grey levels instead of densities: for images
     "joint": {"rank": 32},  # targets that belong together: for samples of functions and images
 }  # fmt: skip

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from constmem.data.prepare import prepare_pack as prepare_pack
     from constmem.data.prepare_images import prepare_celeba as prepare_celeba
     from constmem.data.prepare_images import prepare_emnist as prepare_emnist
+    from constmem.data.prior import table_tasks as table_tasks
     from constmem.data.simulate import Hawkes as Hawkes
     from constmem.data.simulate import Poisson as Poisson
     from constmem.data.simulate import simulated as simulated
@@ -66,6 +67,7 @@ _HOMES = {
     "constmem.data.packs": ("Listing", "MissingDataError", "hints", "listing"),
     "constmem.data.prepare": ("Prepared", "prepare_pack", "prepare_easytpp", "prepare_jodie"),
     "constmem.data.prepare_images": ("prepare_celeba", "prepare_emnist"),
+    "constmem.data.prior": ("table_tasks",),
     "constmem.data.simulate": ("Hawkes", "Poisson", "simulated"),
     "constmem.data.table": ("POWER_PLANT", "Table", "power_plant"),
     "constmem.data.task": ("Task", "draw_sizes"),

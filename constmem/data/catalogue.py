@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["images", "gp", "events", "simulated"]
+Kind = Literal["images", "gp", "tables", "events", "simulated"]
 SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}  # units that dates are counted in
 EVENT_SPLITS = ("train", "validation", "test")
 EVENT_KEYS = ("times", "marks", "offsets", "split", "unit", "num_marks")
@@ -63,7 +63,7 @@ class DataSet:
     Args:
         name: as it is typed.
         title: as tables and figures show it.
-        kind: images, Gaussian processes ("gp"), prepared events or simulated events.
+        kind: images, Gaussian processes ("gp"), synthetic tables, prepared events or simulated events.
         pack: the name of its pack in `PACKS`; None where it is drawn at random.
         dim_x, dim_y: inputs and outputs of a point; 0 for events.
         num_marks: kinds of events; 0 for points.
@@ -206,6 +206,9 @@ DATASETS = {
         DataSet(
             "gp", "Gaussian processes", "gp", dim_x=1, dim_y=1, max_points=50, steps=100_000, batch=16,
             tests={"rbf": None, "matern": None, "periodic": None},
+        ),
+        DataSet(
+            "tables", "synthetic tables", "tables", dim_x=9, dim_y=1, max_points=512, steps=12_000, batch=64,
         ),
         DataSet("taxi", "Taxi", "events", "events_taxi", num_marks=10),
         DataSet("mooc", "Mooc", "events", "events_mooc", num_marks=97),

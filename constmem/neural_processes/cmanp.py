@@ -18,7 +18,7 @@ from constmem.core.model import listed
 from constmem.core.moments import Moments
 from constmem.core.observation import Observation
 from constmem.kernels import Graphs
-from constmem.neural_processes.heads import Corrected, through_levels
+from constmem.neural_processes.heads import Corrected, Mixture, PointMixture, through_levels
 from constmem.neural_processes.levels import LevelHead, LevelMixture
 from constmem.neural_processes.low_rank import JointNormal, LowRankHead
 from constmem.neural_processes.points import Scales
@@ -43,6 +43,7 @@ class CMANP(LevelProcess[Any, Any]):
         components: how many logistics.
         rank: how many random numbers the targets of a task have in common, for joint predictions: a
             `JointNormal`, trained by the likelihood of all targets together. None as published.
+        normals: how many normals a prediction is a mixture of, at every target by itself; one as published.
         settings: those of `LevelProcess`; `depth` is the number of blocks, and of decoder layers.
 
     Example:
@@ -65,6 +66,7 @@ class CMANP(LevelProcess[Any, Any]):
         "levels": 0,
         "components": 10,
         "rank": 0,
+        "normals": 0,
     }
 
     def __init__(
@@ -77,6 +79,7 @@ class CMANP(LevelProcess[Any, Any]):
         levels: int = 0,
         components: int = 10,
         rank: int = 0,
+        normals: int = 0,
         **settings: Unpack[LevelSettings],
     ) -> None:
         super().__init__(**settings)
@@ -95,16 +98,19 @@ class CMANP(LevelProcess[Any, Any]):
                 nn.init.zeros_(part)
             self.head = Corrected(**self._set("dim", "hidden", "std"), dim_y=self.dim_y)
             self.state_type = Product
-        self.levels, self.rank = levels, rank
-        if sum(map(bool, (moments, levels, rank))) > 1:
+        self.levels, self.rank, self.normals = levels, rank, normals
+        if sum(map(bool, (moments, levels, rank, normals))) > 1:
             raise ValueError(
-                "moments, levels and rank are three kinds of predictions: set one of them, others 0"
+                "moments, levels, rank and normals are kinds of predictions: set one of them, the others 0"
             )
         if levels:
             self.head = self._level_head(levels, components)
         if rank:
             checks.positive("rank", rank)
             self.head = LowRankHead(**self._set("dim", "hidden", "std"), dim_y=self.dim_y, rank=rank)
+        if normals:
+            checks.positive("normals", normals)
+            self.head = Mixture(**self._set("dim", "hidden"), dim_y=self.dim_y, components=normals)
         self._graphs = Graphs()
 
     def _level_head(self, levels: int, components: int) -> LevelHead:
@@ -127,6 +133,8 @@ class CMANP(LevelProcess[Any, Any]):
     def distribution(self, mean: Tensor, std: Tensor, *more: Tensor) -> Distribution:
         if self.levels:
             return LevelMixture(mean, std, *more, levels=self.levels)
+        if self.normals:
+            return PointMixture(mean, std, *more)
         return JointNormal(mean, std, *more) if self.rank else super().distribution(mean, std, *more)
 
     def _loss(self, context: Chunk, targets: Chunk, noise: Tensor) -> Tensor:

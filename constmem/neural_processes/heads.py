@@ -14,6 +14,7 @@ from constmem.core.layers import MLP, RELU, affine, keep_variance
 
 Std = Literal["bounded", "exp"]
 AnyStd = Literal["bounded", "exp", "coarse"]
+NARROWEST = 0.01  # deviation of a component of a mixture
 
 
 def std_of(raw: Tensor, kind: AnyStd) -> Tensor:
@@ -156,6 +157,30 @@ class Corrected(nn.Module):
         return mean + shift * std, torch.hypot(std * raw.exp(), std.new_full((), self.floor))
 
 
+class Mixture(nn.Module):
+    """Mixtures of k normals for every point: an MLP gives means, deviations and weights.
+
+    They begin spread out from -2 to 2. Always in full precision: narrow ones need exact places.
+    """
+
+    def __init__(self, *, dim: int, hidden: int, dim_y: int, components: int) -> None:
+        super().__init__()
+        self.components = components
+        self.norm = nn.LayerNorm(dim)
+        self.predictor = MLP(dim_in=dim, dim_hidden=hidden, dim_out=components * (2 * dim_y + 1), depth=3)
+
+    def forward(
+        self, tokens: Float[Tensor, "b m d"]
+    ) -> tuple[Float[Tensor, "b m k y"], Float[Tensor, "b m k y"], Float[Tensor, "b m k"]]:
+        """Mean, deviation and logarithm of the weight of each component."""
+        with torch.autocast(tokens.device.type, enabled=False):
+            raw = self.predictor(self.norm(tokens.to(self.norm.weight.dtype)))
+            raw = raw.unflatten(-1, (self.components, -1))
+            shift, wide = raw[..., 1:].chunk(2, -1)
+            spread = torch.linspace(-2, 2, self.components, dtype=raw.dtype, device=raw.device)
+            return spread[:, None] + shift, NARROWEST + F.softplus(wide), raw[..., 0].log_softmax(-1)
+
+
 class SampleMixture(Distribution):
     """A mixture of k normals at every point: what k samples of a latent, or k experts, predict together.
 
@@ -229,6 +254,27 @@ class SampleMixture(Distribution):
             mean, std = (t.expand(*shape, b, m, k, y).gather(-2, pick).squeeze(-2) for t in (means, stds))
             noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
             return mean + std * noise
+
+
+class PointMixture(SampleMixture):
+    """A mixture of k normals whose weights differ from point to point: points are independent."""
+
+    def joint_log_prob(self, value: Float[Tensor, "b m y"]) -> Float[Tensor, " b"]:
+        total: Tensor = self.log_prob(value).sum((1, 2))
+        return total
+
+    def sample(
+        self, sample_shape: Any = (), *, generator: torch.Generator | None = None
+    ) -> Float[Tensor, "*s b m y"]:
+        b, m, k, y = self.components.mean.shape
+        flat = SampleMixture(
+            self.components.mean.reshape(b * m, 1, k, y),
+            self.components.stddev.reshape(b * m, 1, k, y),
+            self.log_weight.reshape(b * m, 1, k),
+        )
+        drawn: Tensor = flat.sample(sample_shape, generator=generator)
+        made: Tensor = drawn.unflatten(-3, (b, m))
+        return made.squeeze(-2)
 
 
 def logmeanexp(numbers: Float[Tensor, "*b k"]) -> Float[Tensor, "*b"]:

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from constmem.core import checks
 from constmem.core.files import read_tensors, write_tensors
-from constmem.tabular.answers import Answer, Weights
+from constmem.tabular.answers import Answer, Shape, Weights
 from constmem.tabular.columns import Columns
 from constmem.tabular.features import SIZE, Features
 from constmem.tabular.forgetting import Forgetting
 from constmem.tabular.frames import MOMENT, Frame, Kind
 from constmem.tabular.inputs import frame_of
 from constmem.tabular.learner import Learner
+from constmem.tabular.residuals import Residuals, shipped
 
 _NAMES = ("feature_names_in_", "target_names_")
 KIND = "constmem.tabular"
@@ -88,7 +89,7 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
             seed = int((seed or np.random.mtrand._rand).randint(2**31))
         return Learner(
             discrete=self._discrete, forgetting=Forgetting.of(self.forget), warmup=int(self.warmup),
-            size=int(self.size or SIZE), seed=int(seed),
+            size=int(self.size or SIZE), seed=int(seed), pretrained=bool(getattr(self, "pretrained", False)),
         )  # fmt: skip
 
     def __sklearn_is_fitted__(self) -> bool:
@@ -113,7 +114,7 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
                 del self.feature_names_in_
         self.learner_ = learner
 
-    def _answers(self, X: Any) -> tuple[list[Answer], Weights]:
+    def _answers(self, X: Any) -> tuple[list[Answer | Shape], Weights]:
         check_is_fitted(self)
         return self.learner_.answers(frame_of(X))
 
@@ -211,11 +212,16 @@ def save(learner: Learner, path: str | os.PathLike[str], about: dict[str, Any]) 
     memory, columns, rows = learner.memory, learner.columns, learner.warm_up_rows
     given = {name: getattr(learner, name) for name in ("discrete", "warmup", "size", "seed")}
     header: dict[str, Any] = {"about": about, "learner": given, "columns": None, "rows": None}
+    header["pretrained"] = learner.pretrained
     tensors: dict[str, Tensor] = {}
     if columns is not None and memory is not None:
         header["columns"] = columns.text()
         tensors |= {f"features.{name}": tensor for name, tensor in memory.features.tensors().items()}
         tensors |= {f"memory.{name}": tensor for name, tensor in memory.tensors().items()}
+        if memory.residuals is not None:
+            header["residuals"] = shipped().fingerprint()
+            made = memory.residuals.tensors()
+            tensors |= {f"residuals.{name}": tensor for name, tensor in made.items()}
         tensors |= {"center": torch.from_numpy(learner.center), "scale": torch.from_numpy(learner.scale)}
     elif rows is not None:
         frame, y = rows
@@ -247,11 +253,14 @@ def _learner(header: dict[str, Any], tensors: dict[str, Tensor]) -> Learner:
         raise ValueError(f"holds a {bad} with NaN or infinity in it")
     if any(type(header["learner"][name]) is not int for name in ("warmup", "size", "seed")):
         raise ValueError("holds settings that are no whole numbers")
-    learner = Learner(**header["learner"], forgetting=Forgetting.of(header["about"]["forget"]))
+    forgetting = Forgetting.of(header["about"]["forget"])
+    pretrained = header.get("pretrained", False) is True
+    learner = Learner(**header["learner"], forgetting=forgetting, pretrained=pretrained)
     if header["columns"] is not None:
         features = Features.of(_part(tensors, "features."))
         center, scale = (tensors[name].numpy().copy() for name in ("center", "scale"))
-        learner.start(Columns.of(header["columns"]), features, center, scale)
+        residuals = Residuals.of(_part(tensors, "residuals."), header.get("residuals"))
+        learner.start(Columns.of(header["columns"]), features, center, scale, residuals)
         assert learner.memory is not None
         learner.memory.restore(_part(tensors, "memory."))
     elif header["rows"] is not None:

@@ -27,6 +27,14 @@ from constmem.tabular.learner import Learner
 class StreamingRegressor(RegressorMixin, StreamingEstimator):  # type: ignore[misc]
     """Numbers from the columns of a table or stream, with calibrated spread; closed form, no training.
 
+    Means are the closed form's. Deviations, quantiles and densities take the shape that a pretrained CMANP
+    reads from the residuals (skewed, rounded, of several peaks), in a state that merges as the rest does;
+    with `pretrained=False`, or where old rows are forgotten, they are Student's t.
+
+    Args:
+        forget, warmup, size, random_state: as of every `StreamingEstimator`.
+        pretrained: whether that model is used.
+
     Example:
         >>> x = np.linspace(0, 6, 600)[:, None]
         >>> whole = StreamingRegressor().fit(x, np.sin(x[:, 0]))
@@ -37,6 +45,18 @@ class StreamingRegressor(RegressorMixin, StreamingEstimator):  # type: ignore[mi
     """
 
     _discrete = False
+
+    def __init__(
+        self,
+        *,
+        forget: Any = None,
+        warmup: int = 1024,
+        size: int | None = None,
+        random_state: Any = 0,
+        pretrained: bool = True,
+    ) -> None:
+        super().__init__(forget=forget, warmup=warmup, size=size, random_state=random_state)
+        self.pretrained = pretrained
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

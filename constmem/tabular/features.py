@@ -10,7 +10,7 @@ from torch import Tensor
 
 from constmem.tabular.kernel import Kernel, times_upper
 
-SIZE = 770
+SIZE = 762
 WARM = 2048  # rows that inducing points and lengths are chosen among
 FEW = 64  # inducing points, however many columns there are
 FEWEST = 8  # rows that lengths can be learned from

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from constmem.core.moments import Moments
-from constmem.tabular.answers import Answer
+from constmem.tabular.answers import Answer, Shape
 from constmem.tabular.echo import Echo
 from constmem.tabular.features import Features
+from constmem.tabular.residuals import Residuals
 from constmem.tabular.trace import RECENT, Trace
 
 HORIZONS = (100.0, 1000.0, inf)  # half-lives that "auto" mixes
@@ -22,6 +23,7 @@ ECHOES = (10.0, 30.0)  # and those so short that their rows are kept
 LATELY = 100.0  # half-life of the scores it mixes them by, in rows
 PIECE = 4096  # rows folded at once
 JUDGED = 256  # rows predicted, then folded, where horizons compete
+TRUST = 0.8  # in the law of residuals; the rest stays with heavy tails around the mean
 WORST = 8.0  # nats a row: one surprise does not decide
 
 Likelihood = Callable[[Answer, Tensor], Tensor]
@@ -64,11 +66,19 @@ class Memory:
         width: of an encoded row.
         targets: numbers to predict.
         likelihood: the log-likelihood of targets under an answer; horizons are mixed by it.
+        residuals: of no rows; None: nothing is learned of residuals.
     """
 
     def __init__(
-        self, features: Features, width: int, targets: int, forgetting: Forgetting, likelihood: Likelihood
+        self,
+        features: Features,
+        width: int,
+        targets: int,
+        forgetting: Forgetting,
+        likelihood: Likelihood,
+        residuals: Residuals | None = None,
     ) -> None:
+        self.residuals, self._shown = residuals, 0  # and of the rows that wait, how many it has seen
         self.features, self.forgetting, self._likelihood = features, forgetting, likelihood
         empty = Moments.empty(features.width, targets)
         traces = [
@@ -93,7 +103,8 @@ class Memory:
     @property
     def nbytes(self) -> int:
         """Bytes remembered."""
-        return sum(trace.nbytes for trace in self.traces) + self._x.nbytes + self._y.nbytes
+        more = 0 if self.residuals is None else self.residuals.nbytes
+        return sum(trace.nbytes for trace in self.traces) + self._x.nbytes + self._y.nbytes + more
 
     @property
     def weights(self) -> NDArray[np.float64]:
@@ -114,6 +125,8 @@ class Memory:
                 phi = self.features(rows)
                 for trace in self.traces:
                     trace.fold(rows, phi, targets)
+                if self.residuals is not None:
+                    self.residuals = self.residuals.learn(self.features, rows, phi, targets)
             else:
                 self._wait(rows, targets)
             self._last = None
@@ -144,7 +157,17 @@ class Memory:
             self.traces[i].fold(self._x[rows], self._features_of_waiting()[rows], self._y[rows])
         self._folded[i] = self._waiting
 
+    def show(self) -> None:
+        """Let the residuals' model see the rows that wait, too."""
+        rows = slice(self._shown, self._waiting)
+        if self.residuals is not None and rows.start < rows.stop:
+            phi = self._features_of_waiting()[rows]
+            self.residuals = self.residuals.learn(self.features, self._x[rows], phi, self._y[rows])
+            self._shown = self._waiting
+
     def _clear(self) -> None:
+        self.show()
+        self._shown = 0
         self._waiting, self._known, self._folded = 0, 0, [0] * len(self.traces)
 
     def _features_of_waiting(self) -> Tensor:
@@ -161,6 +184,29 @@ class Memory:
         found = [trace.answer(phi, recent, y) for trace, recent, y in self._asked()]
         self._last = (x, phi, found) if len(x) <= RECENT else None
         return found
+
+    def frozen(self) -> list[tuple[str, Tensor]]:
+        """What must be the same for memories to merge, by name."""
+        more = {} if self.residuals is None else self.residuals.frozen()
+        return [*sorted(self.features.tensors().items()), *more.items()]
+
+    def all_answers(self, x: Float[Tensor, "n d"]) -> list[Answer | Shape]:
+        """Answers of each horizon, and of the residuals where their law is known."""
+        self.show()
+        found = self.answers(x)
+        if self.residuals is None:
+            return [*found]
+        return [*found, self.residuals.shape(self.features, x, found[0])]
+
+    @property
+    def all_weights(self) -> NDArray[np.float64]:
+        """Shares of all answers."""
+        return self.weights if self.residuals is None else np.array([1 - TRUST, TRUST])
+
+    @property
+    def no_residuals(self) -> Residuals | None:
+        """What is frozen of the residuals, of no rows."""
+        return None if self.residuals is None else self.residuals.empty()
 
     def means(self, x: Float[Tensor, "n d"]) -> list[Tensor]:
         """The means of each horizon's answer alone: far cheaper."""
@@ -208,6 +254,8 @@ class Memory:
         self.seen, self._last = self.seen + other.seen, None
         for mine, its in zip(self.traces, other.traces, strict=True):
             mine.merge(its)  # type: ignore[arg-type]
+        if self.residuals is not None and other.residuals is not None:
+            self.residuals = self.residuals.merge(other.residuals)
 
     def remove(self, x: Float[Tensor, "n d"], y: Float[Tensor, "n k"]) -> None:
         """Undo having learned these rows."""
@@ -216,12 +264,16 @@ class Memory:
         self.fold()
         (trace,) = self.traces
         assert isinstance(trace, Trace)
-        trace.moments = trace.moments.remove(Moments.observe(self.features(x), y))
+        phi = self.features(x)
+        left = trace.moments.remove(Moments.observe(phi, y))
+        if self.residuals is not None:
+            self.residuals = self.residuals.without(self.features, x, phi, y)
+        trace.moments = left
         trace.forget_answers()
         self.seen, self._last = self.seen - len(x), None
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that is remembered, by name."""
+        """All that is remembered but residuals, by name."""
         self.fold()
         made = {"scores": torch.from_numpy(self.scores.copy()), "seen": torch.tensor(self.seen)}
         for i, trace in enumerate(self.traces):

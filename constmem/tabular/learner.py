@@ -10,11 +10,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from constmem.tabular.answers import Answer, Weights
+from constmem.tabular.answers import Answer, Shape, Weights
+from constmem.tabular.answers import concatenated as joined
 from constmem.tabular.columns import Columns, center_and_scale, refuse_infinite
 from constmem.tabular.features import SIZE, Features
 from constmem.tabular.forgetting import PIECE, Forgetting, Memory
 from constmem.tabular.frames import Frame, aligned, beside, concatenated
+from constmem.tabular.residuals import Residuals
 
 ANCHORS = 8192  # rows that features are anchored in, at most
 ROWS = 1024  # answered at once
@@ -31,6 +33,8 @@ class Learner:
         warmup: rows that are kept until columns and features are frozen by them.
         size: number of features, about.
         seed: of the features that are drawn at random.
+        pretrained: whether numbers' distributions take the shape that a pretrained model reads from the
+            residuals; else they are Student's t.
     """
 
     def __init__(
@@ -41,7 +45,9 @@ class Learner:
         warmup: int = 1024,
         size: int = SIZE,
         seed: int = 0,
+        pretrained: bool = False,
     ) -> None:
+        self.pretrained = pretrained
         self.discrete, self.forgetting = discrete, forgetting
         self.warmup, self.size, self.seed = warmup, size, seed
         self.columns: Columns | None = None
@@ -90,13 +96,18 @@ class Learner:
         x = torch.from_numpy(columns(frame.at(rows)))
         targets = torch.from_numpy((y[rows] - center) / scale) if len(rows) >= ENOUGH else None
         anchored = Features.anchor(x, targets, seed=self.seed, size=self.size)
-        self.start(columns, anchored, center, scale)
+        residuals = None
+        if targets is not None and self.pretrained and not self.discrete and self.forgetting == Forgetting():
+            residuals = Residuals.freeze(anchored, x, targets)
+        self.start(columns, anchored, center, scale, residuals)
 
-    def start(self, columns: Columns, features: Features, center: Any, scale: Any) -> None:
+    def start(
+        self, columns: Columns, features: Features, center: Any, scale: Any, more: Residuals | None = None
+    ) -> None:
         """Begin with what was frozen elsewhere, and no rows."""
         self.columns, self.center, self.scale = columns, center, scale
-        likelihood = Answer.log_probability if self.discrete else _log_density
-        self.memory = Memory(features, columns.width, len(center), self.forgetting, likelihood)
+        likelihood = Answer.log_probability if self.discrete else Answer.heavy_log_density
+        self.memory = Memory(features, columns.width, len(center), self.forgetting, likelihood, more)
         self._rows, self._y, self._early = None, np.zeros((0, len(center))), None
 
     def spawn(self) -> "Learner":
@@ -107,13 +118,13 @@ class Learner:
                 f"columns and features are frozen after {self.warmup} rows, but {self.seen} have been seen: "
                 "learn some more rows first, or fit, and spawn then"
             )
-        made.start(self.columns, self.memory.features, self.center, self.scale)
+        made.start(self.columns, self.memory.features, self.center, self.scale, self.memory.no_residuals)
         return made
 
     def _blank(self, size: int | None = None) -> "Learner":
         return Learner(
             discrete=self.discrete, forgetting=self.forgetting, warmup=self.warmup, size=size or self.size,
-            seed=self.seed,
+            seed=self.seed, pretrained=self.pretrained,
         )  # fmt: skip
 
     def learn(self, frame: Frame, y: Float[np.ndarray, "n k"]) -> None:
@@ -155,22 +166,20 @@ class Learner:
         """Targets in the units of the moments."""
         return torch.from_numpy(np.ascontiguousarray((y - self.center) / self.scale, np.float64))
 
-    def answers(self, frame: Frame) -> tuple[list[Answer], Weights]:
-        """Answers of every horizon, in the units of the targets, and the horizons' shares."""
+    def answers(self, frame: Frame) -> tuple[list[Answer | Shape], Weights]:
+        """Answers of every horizon, and by residuals, in the units of the targets; and their shares."""
         if self.columns is None or self.memory is None:
             return self._early_learner().answers(frame)
         frame = self.columns.matched(frame)
+        memory = self.memory
         parts = [
-            self.memory.answers(torch.from_numpy(self.columns(frame.rows(start, start + ROWS))))
+            memory.all_answers(torch.from_numpy(self.columns(frame.rows(start, start + ROWS))))
             for start in range(0, len(frame), ROWS)
         ]
         center, scale = (torch.from_numpy(np.asarray(t)) for t in (self.center, self.scale))
-        made = []
-        for pieces in zip(*parts, strict=True):
-            mean, variance = (torch.cat([getattr(p, of) for p in pieces]) for of in ("mean", "variance"))
-            answer = Answer(mean * scale + center, variance * scale**2, pieces[0].freedom)
-            made.append(answer if self.discrete else answer.heavier())
-        return made, self.memory.weights
+        made = [joined(pieces).restored(center, scale) for pieces in zip(*parts, strict=True)]
+        heavy = [a if self.discrete or isinstance(a, Shape) else a.heavier() for a in made]
+        return heavy, memory.all_weights
 
     def means(self, frame: Frame) -> Float[np.ndarray, "n k"]:
         """The means of the answers alone, mixed: far cheaper."""
@@ -231,7 +240,8 @@ class Learner:
             assert other.columns is not None
             if rows is not None:
                 other.columns.matched(rows)
-            self.start(other.columns, other.memory.features, other.center, other.scale)
+            frozen = other.memory.features, other.center, other.scale, other.memory.no_residuals
+            self.start(other.columns, *frozen)
             if rows is not None:
                 self.learn(rows, y)
         self.refuse_unlike(other)
@@ -280,15 +290,10 @@ class Learner:
         if self.columns is None or self.memory is None:
             return ""
         made = hashlib.sha256(self.columns.text().encode())
-        for name, tensor in sorted(self.memory.features.tensors().items()):
+        for name, tensor in self.memory.frozen():
             made.update(name.encode() + tensor.contiguous().numpy().tobytes())
         about = [self.discrete, repr(self.forgetting)]
         if not self.discrete:
             about += [self.center.tolist(), self.scale.tolist()]
         made.update(json.dumps(about).encode())
         return made.hexdigest()
-
-
-def _log_density(answer: Answer, y: Tensor) -> Tensor:
-    """Log density of numbers, whose tails are heavy."""
-    return answer.heavier().log_density(y)

@@ -72,8 +72,8 @@ class PointRecipe(Recipe):
     """
 
     sampling: Literal["reference", "static"] = _of("images", "gp", default="static")
-    max_points: int = _of("images", "table", default=200)
-    num_targets: int = _of("images", "table", default=200)
+    max_points: int = _of("images", "table", "tables", default=200)
+    num_targets: int = _of("images", "table", "tables", default=200)
     skew: float = _of("images", "table", default=1.0)
     augment: Literal["none", "mirror", "turn"] = _of("images", default="none")
     matern: float = _of("gp", default=0.0)
@@ -144,6 +144,7 @@ def _points(dataset: str, model: str, name: str) -> PointRecipe:
         "celeba64": {"augment": "mirror", "batch": 64, "num_targets": 400},
         "celeba128": {"augment": "mirror", "steps": 10_000, "batch": 32, "num_targets": 800},
         "gp": {"steps": 16_000, "batch": 128},
+        "tables": {"steps": 12_000, "batch": 64, "num_targets": 128},
     }
     return PointRecipe(max_points=data.max_points, model=settings, **shape[dataset])
 
@@ -229,7 +230,7 @@ def changed(recipe: R, overrides: Sequence[str], *, steps: int | None = None, ki
 
     Args:
         steps: given a number of steps, the warm-up is no more than a tenth of them, unless it is set too.
-        kind: of the data: "images", "gp", "table"; settings that such data have no use for are refused.
+        kind: of the data: "images", "gp", "tables", "table"; settings that these have no use for are refused.
     """
     content: dict[str, Any] = asdict(recipe)
     used = [item.name for item in fields(recipe) if kind in item.metadata.get("of", (kind,)) or kind is None]

@@ -66,6 +66,8 @@ def open_source(
         return _table(own, recipe, device)
     if dataset == "gp":
         return _gp(recipe, device)
+    if dataset == "tables":
+        return _tables(recipe, device)
     return _images(dataset, recipe, data_dir, device)
 
 
@@ -226,6 +228,26 @@ def _gp(recipe: PointRecipe, device: torch.device) -> Source[Task]:
     if matern:
         statement += f", {matern} of {recipe.batch} in training with a Matern kernel"
     return Source(sample, validation, tests, statement, _task_loss, _task_score)
+
+
+def _tables(recipe: PointRecipe, device: torch.device) -> Source[Task]:
+    """What a closed-form regression leaves on synthetic tables, drawn anew at every step."""
+
+    def drawn(batch: int, generator: torch.Generator) -> Task:
+        return data.table_tasks(
+            batch, generator=generator, rows=recipe.max_points, targets=recipe.num_targets
+        )
+
+    def fixed(seed: int, batches: int) -> Callable[[], Iterator[Task]]:
+        def tasks() -> Iterator[Task]:
+            generator = torch.Generator().manual_seed(seed)
+            return (drawn(16, generator).to(device) for _ in range(batches))
+
+        return tasks
+
+    tests = {"test": fixed(0, 100)}
+    statement = "synthetic tables, and what ridge regressions on random features leave of them"
+    return Source(partial(drawn, recipe.batch), fixed(1, 20), tests, statement, _task_loss, _task_score)
 
 
 def _images(dataset: str, recipe: PointRecipe, data_dir: Path | None, device: torch.device) -> Source[Task]:

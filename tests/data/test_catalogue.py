@@ -17,7 +17,7 @@ def test_every_data_set_is_of_points_or_of_events_and_has_what_its_kind_needs() 
         assert (entry.num_marks > 0) == entry.of_events == (name in EVENTS)
         assert (entry.dim_x > 0) == (entry.dim_y > 0) == (entry.max_points > 0) == (name in POINTS)
         assert (entry.process is not None) == (entry.kind == "simulated")
-        assert (entry.pack is None) == (entry.kind in ("gp", "simulated"))
+        assert (entry.pack is None) == (entry.kind in ("gp", "tables", "simulated"))
         assert entry.pack is None or entry.pack in PACKS
 
 

@@ -115,6 +115,7 @@ TRAINED = [
     "celeba64",
     "celeba128",
     "gp",
+    "gp-moments",
     *(name for name in EVENTS if (RESULTS / f"{name}.json").exists()),
 ]
 
@@ -124,7 +125,8 @@ def test_the_recipes_of_today_are_those_that_made_the_committed_rows(table: str)
     content = json.loads((RESULTS / f"{table}.json").read_text())
     for row in content["rows"]:
         dataset, name, settings = row["dataset"], row["model"], row["settings"]
-        sets = re.findall(r"--set (\S+)", content["command"].replace("MODEL", name))
+        command = content["command"].replace("--steps ", "--set steps=").replace("MODEL", name)
+        sets = re.findall(r"--set (\S+)", command)
         now = changed(recipe(dataset, name, row["recipe"]), sets)
         if (dataset, name) in OTHERWISE:
             (told,) = re.findall(rf"\b{name}('s| with) (.*?)[;.](?: |$)", content["note"], re.IGNORECASE)

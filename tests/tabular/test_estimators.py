@@ -59,7 +59,7 @@ def test_sixteen_shards_merged_answer_as_one_that_saw_all(kind: str) -> None:
         merged.merge(base.spawn().partial_fit(x[part], y[part]))
     whole = base.spawn().partial_fit(x, y)
     assert merged.learner_.seen == 3000
-    np.testing.assert_allclose(answers_of(merged, x), answers_of(whole, x), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(answers_of(merged, x), answers_of(whole, x), rtol=2e-6, atol=1e-6)
     with pytest.raises(AssertionError):  # and it is the shards that matter
         np.testing.assert_allclose(answers_of(base, x), answers_of(whole, x), rtol=0, atol=1e-3)
 
@@ -141,7 +141,7 @@ def test_removing_rows_is_never_having_seen_them(kind: str) -> None:
 
 def test_intervals_and_quantiles_hold_what_they_say() -> None:
     x, y = table(3000)
-    estimator = StreamingRegressor().fit(x[:2000], y[:2000])
+    estimator = StreamingRegressor(pretrained=False).fit(x[:2000], y[:2000])
     for coverage in (0.5, 0.9):
         low, high = estimator.predict_interval(x[2000:], coverage).T
         held = np.mean((y[2000:] >= low) & (y[2000:] <= high))
@@ -322,7 +322,7 @@ def test_peak_memory_does_not_depend_on_the_number_of_rows() -> None:
 @pytest.mark.parametrize("forget", [None, "auto"])
 def test_means_deviations_and_quantiles_are_those_of_the_density(forget: object) -> None:
     x, y = table(400)
-    model = StreamingRegressor(forget=forget, **SMALL).partial_fit(x, y)
+    model = StreamingRegressor(forget=forget, pretrained=False, **SMALL).partial_fit(x, y)
     (mean,), (deviation,) = model.predict(x[:1], return_std=True)
     grid = mean + deviation * np.linspace(-60, 60, 60_001)
     mass = np.exp(model.log_density(np.repeat(x[:1], len(grid), 0), grid)) * (grid[1] - grid[0])

@@ -1,0 +1,175 @@
+"""`Residuals`: the law of what the closed form leaves, read from the rows by a pretrained CMANP."""
+
+import warnings
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from constmem.core.moments import Moments
+from constmem.core.state import AttentionState
+from constmem.data.prior import FOLDS, SHOWN, Shown
+from constmem.neural_processes import CMANP
+from constmem.tabular.answers import Answer, Shape
+from constmem.tabular.evidence import at, posterior
+from constmem.tabular.features import Features
+
+WEIGHTS = "tables"  # that come with the package
+ODD = -7046029254386353131  # of a hash: 64 bits, half of them set
+
+
+@cache
+def shipped() -> CMANP:
+    """The pretrained model, loaded once."""
+    return CMANP.from_pretrained(WEIGHTS).eval().requires_grad_(False)
+
+
+@dataclass(frozen=True, eq=False)
+class Residuals:
+    """What a pretrained model has seen of the residuals: a state of constant size, which merges.
+
+    A row's residual must not know its own target. So the rows of the warm-up are cut into folds by a hash
+    of their numbers, and each row is predicted, now and ever after, by weights that other folds gave. Those
+    weights are frozen: the same rows always give the same tokens, in any order, on any machine.
+
+    Attributes:
+        weights: of the features, by fold; frozen.
+        sigma: deviation of the residuals of the warm-up; frozen.
+        columns: those that matter most, which the model is shown; frozen.
+        state: of the model, a task for each target.
+    """
+
+    weights: Float[Tensor, "f p k"]
+    sigma: Float[Tensor, " k"]
+    columns: Int[Tensor, " c"]
+    state: AttentionState
+
+    @staticmethod
+    def freeze(features: Features, x: Float[Tensor, "n d"], y: Float[Tensor, "n k"]) -> "Residuals":
+        """Weights for each fold of the warm-up, and no rows seen."""
+        phi, fold = features(x), fold_of(x)
+        parts = [Moments.observe(phi[fold == i], y[fold == i]) for i in range(FOLDS)]
+        whole = parts[0].merge(parts[1]).merge(parts[2]).merge(parts[3])
+        found = posterior(whole, features.groups)
+        weights = []
+        for i in range(FOLDS):
+            others = [part for j, part in enumerate(parts) if j != i]
+            rest = others[0].merge(others[1]).merge(others[2])
+            own = at(rest, features.groups, found.precisions, found.noise, found.freedom)
+            weights.append(own.weights)
+        blank = torch.ones(y.shape[1], dtype=torch.float64)
+        d = len(features.centre)
+        columns = features.rates[:, :d].sum(0).argsort(descending=True, stable=True)[:SHOWN]
+        made = Residuals(torch.stack(weights), blank, columns, shipped().empty(y.shape[1]))
+        left = (y - made._before(phi, fold)).square().mean(0).sqrt()
+        return replace(made, sigma=left.clamp(min=1e-9))
+
+    def empty(self) -> "Residuals":
+        """The same, of no rows."""
+        return replace(self, state=shipped().empty(len(self.sigma)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that must be remembered."""
+        return self.weights.nbytes + self.sigma.nbytes + self.columns.nbytes + self.state.nbytes
+
+    def frozen(self) -> dict[str, Tensor]:
+        """What must be the same for states to merge, by name."""
+        return {"weights": self.weights, "sigma": self.sigma, "columns": self.columns}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All it is made of, by name."""
+        return self.frozen() | {f"state.{name}": tensor for name, tensor in self.state.tensors().items()}
+
+    @staticmethod
+    def of(tensors: dict[str, Tensor], fingerprint: str | None) -> "Residuals | None":
+        """What `tensors` gave, if weights of this fingerprint are here; refuses what does not fit."""
+        if fingerprint is None:
+            return None
+        if fingerprint != shipped().fingerprint():
+            warnings.warn(
+                "the law of residuals was read by other weights than come with this version: intervals and "
+                "densities are those of the closed form; learn the rows again for the new weights to read",
+                stacklevel=6,
+            )
+            return None
+        state = {n.removeprefix("state."): t for n, t in tensors.items() if n.startswith("state.")}
+        model = shipped()
+        made = AttentionState.of_tensors(state, model.fingerprint())
+        weights, sigma, columns = (tensors[name] for name in ("weights", "sigma", "columns"))
+        if made.layout != model.layout or weights.shape[::2] != (FOLDS, made.batch):
+            raise ValueError("holds residuals whose shapes do not fit each other")
+        if sigma.shape != (made.batch,) or bool((sigma <= 0).any()):
+            raise ValueError("holds deviations of residuals that are none")
+        return Residuals(weights, sigma, columns, made)
+
+    def learn(
+        self, features: Features, x: Float[Tensor, "n d"], phi: Float[Tensor, "n p"], y: Float[Tensor, "n k"]
+    ) -> "Residuals":
+        """The same, of some rows more."""
+        return replace(self, state=self.state.merge(self._observed(features, x, phi, y)))
+
+    def merge(self, other: "Residuals") -> "Residuals":
+        """Of the rows of both; they must have been frozen together."""
+        return replace(self, state=self.state.merge(other.state))
+
+    def without(self, features: Features, x: Tensor, phi: Tensor, y: Tensor) -> "Residuals | None":
+        """Without rows that were learned; nothing where rounding would be all that is left."""
+        try:
+            return replace(self, state=self.state.remove(self._observed(features, x, phi, y)))
+        except ValueError:
+            warnings.warn(
+                "the law of residuals was read from these rows for the most part, and is forgotten with "
+                "them: intervals and densities are those of the closed form from now on",
+                stacklevel=6,
+            )
+            return None
+
+    def _before(self, phi: Tensor, fold: Tensor) -> Float[Tensor, "n k"]:
+        """What other folds predict."""
+        made = torch.einsum("np,fpk->fnk", phi, self.weights)
+        return made[fold, torch.arange(len(phi))]
+
+    def _observed(self, features: Features, x: Tensor, phi: Tensor, y: Tensor) -> AttentionState:
+        before = self._before(phi, fold_of(x))
+        shown = self._shown(features, x)
+        sigma = self.sigma[:, None]
+        inputs = Shown.context(before.mT, y.mT, shown.expand(len(sigma), -1, -1), sigma)
+        left = Shown.residual(y.mT, before.mT, sigma)[..., None]
+        with torch.no_grad():
+            state: AttentionState = shipped().observe(inputs.float(), left.float())
+        return state
+
+    def _shown(self, features: Features, x: Tensor) -> Float[Tensor, "n c"]:
+        """The columns that matter most, in deviations; zeros where there are fewer."""
+        z = ((x.double() - features.centre) / features.scale)[:, self.columns]
+        return torch.nn.functional.pad(z, (0, SHOWN - z.shape[1]))
+
+    def shape(self, features: Features, x: Float[Tensor, "n d"], answer: Answer) -> Shape:
+        """The law of rows' targets around what the closed form answers."""
+        deviation = answer.variance.clamp(min=1e-300).sqrt()
+        shown, sigma = self._shown(features, x), self.sigma[:, None]
+        rows = self.state.count.double()[:, None]
+        wide = shown.expand(len(sigma), -1, -1)
+        inputs = Shown.target(answer.mean.mT, deviation.mT, wide, sigma, rows)
+        with torch.no_grad():
+            law = shipped().query(self.state, inputs.float())
+        normals, log_weight = law.components, law.log_weight  # type: ignore[attr-defined]
+        means, stds = (t[..., 0].double().transpose(0, 1) for t in (normals.mean, normals.stddev))
+        scale = deviation[..., None]
+        return Shape(
+            answer.mean, answer.mean[..., None] + scale * means, scale * stds,
+            log_weight.double().transpose(0, 1),
+        )  # fmt: skip
+
+
+def fold_of(x: Float[Tensor, "n d"]) -> Int[Tensor, " n"]:
+    """Which fold a row belongs to: by a hash of its numbers, so always the same."""
+    bits = (x.double() + 0.0).contiguous().view(torch.int64)  # + 0.0: there are two zeros
+    odd = torch.arange(1, 2 * x.shape[1], 2) * ODD
+    mixed = (bits ^ (bits >> 29)) * odd
+    total = mixed.sum(1)
+    total = (total ^ (total >> 32)) * ODD
+    return (total >> 40) & (FOLDS - 1)
