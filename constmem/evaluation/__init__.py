@@ -34,6 +34,7 @@ OWN = ("log_likelihood", "log_likelihood_by_batch")  # NaN only where a model ha
 AT_ONCE = {"cuda": 2**16}  # points predicted together, where small batches would leave a device idle
 
 
+@torch.no_grad()
 def evaluate(model: NeuralProcess, tasks: Iterable[Task], *, levels: int = 0) -> Scores:
     """Score a model on tasks, each conditioned on its context and asked for its targets.
 
@@ -67,6 +68,7 @@ def evaluate(model: NeuralProcess, tasks: Iterable[Task], *, levels: int = 0) ->
     )
 
 
+@torch.no_grad()
 def pit_values(model: NeuralProcess, tasks: Iterable[Task]) -> Float[Tensor, " n"]:
     """F(y) of every target value under its prediction: uniform on [0, 1] for a calibrated model.
 
@@ -99,7 +101,6 @@ def _inside(below: Tensor, upto: Tensor, level: float) -> Tensor:
     return torch.where(step > 0, shared.clamp_min(0) / step, ((upto >= low) & (upto <= high)).to(upto.dtype))
 
 
-@torch.no_grad()
 def _predicted(
     model: NeuralProcess, tasks: Iterable[Task]
 ) -> Iterator[tuple[list[Task], Task, Distribution]]:
@@ -109,8 +110,7 @@ def _predicted(
         whole = Task.stack(group)
         if whole.mask_t is not None:  # what is masked out may hold anything
             hidden = ~whole.mask_t[..., None]
-            xt, yt = (t.masked_fill(hidden, 0.0) for t in (whole.xt, whole.yt))
-            whole = replace(whole, xt=xt, yt=yt)
+            whole = replace(whole, xt=whole.xt.masked_fill(hidden, 0.0), yt=whole.yt.masked_fill(hidden, 0.0))
         yield group, whole, model.query(model.condition(whole.xc, whole.yc, mask=whole.mask_c), whole.xt)
 
 

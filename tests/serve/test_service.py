@@ -63,7 +63,7 @@ class Client:
 @contextmanager
 def served(path: Path, model: Any = MODEL, **options: Any) -> Iterator[tuple[int, Service]]:
     service = Service(Store(path, model, power=False), **options)
-    config = uvicorn.Config(service.app(), log_level="critical", access_log=False)
+    config = uvicorn.Config(service, log_level="critical", access_log=False)
     server = uvicorn.Server(config)
     listening = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
@@ -146,6 +146,7 @@ def test_rows_that_are_sent_again_are_taken_once(ask: Client) -> None:
     assert other("observe", row | {"key": "ann/x", "position": 1}) == (200, {"taken": 1})
     assert ask("count", key="once")[1] == {"count": 2}
     assert ask("observe", row)[0] == 422
+    assert ask("observe", row | {"position": 1, "key": ""})[0] == 422  # bad, though it was taken
 
 
 def test_tokens_open_what_they_are_for(place: tuple[int, Service]) -> None:
@@ -214,7 +215,7 @@ BAD: list[tuple[str, Any, int]] = [
     ("bulk/observe", {"keys": ["a", "b"], "x": [1, None], "y": [1, 2]}, 422),
     ("bulk/observe", {"keys": ["a", "b"], "x": [1, True], "y": [1, 2]}, 422),
     ("bulk/observe", {"keys": ["a", "b"], "x": [1, 10**400], "y": [1, 2]}, 422),
-    ("bulk/observe", {"keys": [], "x": [], "y": []}, 413),
+    ("bulk/observe", {"keys": [], "x": [], "y": []}, 422),
     ("bulk/observe", {"keys": ["a"] * 101, "x": [1] * 101, "y": [1] * 101}, 413),
     ("predict", {"key": "nobody", "x": [1]}, 404),
     ("predict", {"key": "fine", "x": []}, 422),
@@ -380,7 +381,7 @@ def kill_often(path: Path, times: int, seed: int, clients: int = 3) -> int:
         if pid == 0:
             try:
                 service = Service(Store(path, MODEL, memory=1, journal=60, power=False))
-                server = uvicorn.Server(uvicorn.Config(service.app(), log_level="critical", access_log=False))
+                server = uvicorn.Server(uvicorn.Config(service, log_level="critical", access_log=False))
                 server.run(sockets=[listening])
             finally:
                 os._exit(0)

@@ -365,8 +365,11 @@ def test_an_unknown_model_setting_is_an_error(tmp_path: Path) -> None:
         ("cnp-small", "there is no 'cnp-small': cnp has no variants; use cnp itself"),
         ("lbanp-matched", "there is no 'lbanp-matched': lbanp has no variants; use lbanp itself"),
         ("cmanp-smal", "there is no variant of cmanp 'smal': did you mean 'small'"),
-        ("cmanp-other", "there is no variant of cmanp 'other': there are tiny, small, matched, moments$"),
-        ("cmanp-", "there is no variant of cmanp '': there are tiny, small, matched, moments$"),
+        (
+            "cmanp-other",
+            f"there is no variant of cmanp 'other': there are {', '.join(MODELS['cmanp'].variants)}$",
+        ),
+        ("cmanp-", f"there is no variant of cmanp '': there are {', '.join(MODELS['cmanp'].variants)}$"),
     ],
 )
 def test_a_variant_that_a_model_does_not_have_is_refused_with_those_it_has(model: str, told: str) -> None:
