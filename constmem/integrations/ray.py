@@ -1,0 +1,229 @@
+"""States and estimators from a Ray Dataset: workers observe their blocks, and the states are merged."""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from constmem.core.monoid import Monoid
+from constmem.neural_processes import NeuralProcess
+from constmem.streams.pool import StreamPool, condition_groups
+
+ROWS = 2**17  # observed at once by a worker
+T = TypeVar("T")
+
+
+def condition_dataset(
+    model: NeuralProcess[Any, Any],
+    dataset: Any,
+    *,
+    x: Sequence[str],
+    y: Sequence[str],
+    batch_size: int = ROWS,
+    workers: int = 2,
+) -> Any:
+    """The state of all rows of a dataset: `model.condition` of a table that fits on no machine.
+
+    Each worker observes its batches, and sends a state for each. Those are merged here, two by two, as they
+    come: at no time are there more than a few. The result is that of one pass, but for rounding.
+
+    Args:
+        model: whose states merge: CMANP, CNP, NP.
+        dataset: of `ray.data`: from Parquet, CSV and others; filtered and mapped as one likes.
+        x, y: the columns of inputs and outputs.
+        batch_size: rows that a worker observes at once.
+        workers: how many, each with a CPU of its own.
+
+    Example:
+        state = condition_dataset(model, ray.data.read_parquet("s3://..."), x=["lon", "lat"], y=["heat"])
+    """
+    _require(model, x, y)
+    made = _mapped(dataset, _Conditioned(_folder(model), [*x], [*y]), [*x, *y], batch_size, workers)
+    kind = model.state_type
+    state: Any = _merged((_state(kind, row["state"]) for row in made), lambda a, b: a.merge(b))
+    return model.empty(1) if state is None else state.to(model.device)
+
+
+def condition_groups_dataset(
+    model: NeuralProcess[Any, Any],
+    dataset: Any,
+    *,
+    key: str,
+    x: Sequence[str],
+    y: Sequence[str],
+    batch_size: int = ROWS,
+    workers: int = 2,
+) -> StreamPool:
+    """A pool with the state of each key's rows, wherever in the dataset they stand.
+
+    States travel, not rows: no shuffle of the dataset. A worker sends one state for each key of a batch, so
+    a dataset that is sorted by key, or batches that are large, send least.
+    """
+    _require(model, x, y)
+    work = _Grouped(_folder(model), [*x], [*y], key)
+    kind, pool = model.state_type, StreamPool(model)
+    for row in _mapped(dataset, work, [key, *x, *y], batch_size, workers):
+        names: list[Hashable] = [k.item() if hasattr(k, "item") else k for k in row["keys"]]
+        part = StreamPool(model)
+        part.put(names, _state(kind, row["state"]).to(model.device))
+        pool.merge(part)
+    return pool
+
+
+def fit_dataset(
+    estimator: T, dataset: Any, *, target: str, batch_size: int = ROWS, workers: int = 2, warmup: int = 8192
+) -> T:
+    """The estimator, fitted on all rows of a dataset, read once.
+
+    Columns and features are frozen by the first `warmup` rows; then workers learn their batches into spawned
+    estimators, which are merged. The result is that of one pass, but for rounding.
+    """
+    one: Any = estimator
+    first = dataset.limit(warmup).to_pandas()
+    if not len(first):
+        raise ValueError("the dataset has no rows: there is nothing to fit")
+    _column(target, first.columns)
+    names = [name for name in first.columns if name != target]
+    one.fit(first[names], first[target])
+    base = one.spawn()
+    work = _Fitted(type(one), _bytes(base), names, target)
+    rows = _mapped(dataset, work, [*names, target], batch_size, workers)
+    loaded = (_state(type(one), row["state"]) for row in rows)
+    found = _merged(loaded, lambda a, b: a.merge(b))
+    one.learner_ = base.merge(found).learner_
+    return estimator
+
+
+class _Conditioned:
+    """From batches of rows to states."""
+
+    def __init__(self, model: dict[str, bytes], x: list[str], y: list[str]) -> None:
+        self.model, self.x, self.y = model, x, y
+        self._made: Any = None
+
+    def _loaded(self) -> Any:
+        if self._made is None:
+            torch.set_num_threads(1)
+            with TemporaryDirectory() as folder:
+                for name, content in self.model.items():
+                    (Path(folder) / name).write_bytes(content)
+                self._made = NeuralProcess.from_pretrained(folder).eval()
+        return self._made
+
+    def _rows(self, batch: dict[str, Any], columns: list[str]) -> torch.Tensor:
+        made = np.stack([np.asarray(batch[name], np.float64) for name in columns], 1)
+        if not np.isfinite(made).all():
+            row, column = (int(i) for i in np.argwhere(~np.isfinite(made))[0])
+            raise ValueError(f"column {columns[column]!r} holds {made[row, column]}: leave such rows out")
+        return torch.from_numpy(made)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        model = self._loaded()
+        x, y = (self._rows(batch, columns)[None].to(model.dtype) for columns in (self.x, self.y))
+        with torch.no_grad():
+            return {"state": _cell(_bytes(model.condition(x, y)))}
+
+
+class _Grouped(_Conditioned):
+    """From batches of rows to the states of their keys."""
+
+    def __init__(self, model: dict[str, bytes], x: list[str], y: list[str], key: str) -> None:
+        super().__init__(model, x, y)
+        self.key = key
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        model = self._loaded()
+        x, y = (self._rows(batch, columns).to(model.dtype) for columns in (self.x, self.y))
+        names, state = condition_groups(model, batch[self.key], x, y)
+        keys = np.empty(1, object)
+        keys[0] = np.asarray(names)
+        return {"keys": keys, "state": _cell(_bytes(state))}
+
+
+class _Fitted:
+    """From batches of rows to estimators."""
+
+    def __init__(self, kind: Any, base: bytes, names: list[str], target: str) -> None:
+        self.kind, self.base, self.names, self.target = kind, base, names, target
+
+    def __call__(self, batch: Any) -> dict[str, Any]:
+        torch.set_num_threads(1)
+        own = _state(self.kind, self.base)
+        own.partial_fit(batch[self.names], batch[self.target])
+        return {"state": _cell(_bytes(own))}
+
+
+def _mapped(
+    dataset: Any, work: "_Conditioned | _Fitted", columns: list[str], batch_size: int, workers: int
+) -> Iterable[dict[str, Any]]:
+    """What the workers make of the dataset's batches, as it comes."""
+    schema = dataset.schema()
+    if schema is None:
+        return ()
+    for name in columns:
+        _column(name, schema.names)
+    of_frames = "pandas" if isinstance(work, _Fitted) else "numpy"
+    made = dataset.select_columns(columns).map_batches(
+        work.__call__, batch_size=batch_size, batch_format=of_frames, concurrency=workers, num_cpus=1
+    )
+    rows: Iterable[dict[str, Any]] = made.iter_rows()
+    return rows
+
+
+def _merged(parts: Iterable[T], merge: Callable[[T, T], T]) -> T | None:
+    """All parts merged as a tree, of which only the open branches are held: log2 of the parts, at most."""
+    open_: list[tuple[int, T]] = []
+    for part in parts:
+        height = 0
+        while open_ and open_[-1][0] == height:
+            part, height = merge(open_.pop()[1], part), height + 1
+        open_.append((height, part))
+    whole: T | None = None
+    while open_:
+        part = open_.pop()[1]
+        whole = part if whole is None else merge(part, whole)
+    return whole
+
+
+def _require(model: NeuralProcess[Any, Any], x: Sequence[str], y: Sequence[str]) -> None:
+    if not issubclass(model.state_type, Monoid) or model.name in ("tnpd", "eqtnp", "lbanp"):
+        raise TypeError(f"{type(model).__name__} stores its data: only states of constant size are gathered")
+    for what, given, dim in (("x", x, model.dim_x), ("y", y, model.dim_y)):
+        if isinstance(given, str) or len(given) != dim:
+            raise ValueError(f"{what}={given!r}: a list of {dim} column(s) is needed")
+
+
+def _column(name: str, names: Iterable[str]) -> None:
+    if name not in (known := list(names)):
+        raise ValueError(
+            f"there is no column {name!r} in the dataset: there are {', '.join(map(repr, known))}"
+        )
+
+
+def _folder(model: NeuralProcess[Any, Any]) -> dict[str, bytes]:
+    """The files of a saved model."""
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def _cell(content: bytes) -> Any:
+    made = np.empty(1, object)
+    made[0] = content
+    return made
+
+
+def _bytes(state: Any) -> bytes:
+    """The file that a state or an estimator is saved as."""
+    with TemporaryDirectory() as folder:
+        state.save(Path(folder) / "state")
+        return (Path(folder) / "state").read_bytes()
+
+
+def _state(kind: Any, content: bytes) -> Any:
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "state").write_bytes(content)
+        return kind.load(Path(folder) / "state")

@@ -1,0 +1,125 @@
+"""A dataset's states and estimators by two real workers, against one pass over all rows."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WORK = """
+import json
+import logging
+import os
+
+import numpy as np
+import pandas as pd
+import ray
+import torch
+
+from constmem import CMANP, StreamingClassifier, StreamingRegressor
+from constmem.integrations.ray import condition_dataset, condition_groups_dataset, fit_dataset
+from constmem.neural_processes import LBANP
+
+ray.init(num_cpus=2, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False,
+         runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}})
+ray.data.DataContext.get_current().enable_progress_bars = False
+random = np.random.default_rng(0)
+rows = pd.DataFrame({"a": random.uniform(-1, 1, 6000), "b": random.uniform(-1, 1, 6000)})
+rows["sensor"] = random.choice(["n", "s", "w"], 6000)
+rows["y"] = np.sin(3 * rows.a) * rows.b
+rows["high"] = np.where(rows.y > 0, "up", "down")
+rows.to_parquet("rows.parquet")
+dataset = ray.data.read_parquet("rows.parquet").repartition(5)
+torch.manual_seed(0)
+model = CMANP(dim_x=2, dim_y=1, dim=16, depth=2, num_slots=8, num_latents=8).eval()
+columns = {"x": ["a", "b"], "y": ["y"], "batch_size": 900}
+
+
+def at_once(part):
+    x, y = (torch.tensor(part[names].to_numpy())[None].float() for names in (["a", "b"], ["y"]))
+    with torch.no_grad():
+        return model.condition(x, y)
+
+
+def apart(one, other):
+    assert torch.equal(one.count.cpu(), other.count.cpu()), (one.count, other.count)
+    return float((one.value - other.value).abs().max())
+
+
+found = {"whole": apart(condition_dataset(model, dataset, **columns), at_once(rows))}
+pool = condition_groups_dataset(model, dataset, key="sensor", **columns)
+for name in "nsw":
+    found[name] = apart(pool.state([name]), at_once(rows[rows.sensor == name]))
+inputs = ["a", "b", "sensor"]
+for kind, target in ((StreamingRegressor, "y"), (StreamingClassifier, "high")):
+    table = dataset.select_columns([*inputs, target])
+    made = fit_dataset(kind(size=48), table, target=target, warmup=500, batch_size=1500)
+    start = kind(size=48).fit(table.limit(500).to_pandas()[inputs], table.limit(500).to_pandas()[target])
+    one = start.spawn().partial_fit(rows[inputs], rows[target])
+    ask = made.predict_proba if target == "high" else made.predict
+    answer = one.predict_proba if target == "high" else one.predict
+    found[target] = float(np.abs(ask(rows[inputs][:50]) - answer(rows[inputs][:50])).max())
+    found[f"{target} rows"] = made.learner_.seen
+refused = []
+bad = rows.assign(b=np.where(np.arange(6000) == 4321, np.inf, rows.b))
+empty = dataset.filter(lambda row: False)
+for call in (
+    lambda: condition_dataset(model, dataset, x=["a", "c"], y=["y"]),
+    lambda: condition_dataset(model, dataset, x="ab", y=["y"]),
+    lambda: condition_dataset(LBANP(dim_x=2, dim_y=1, dim=16, depth=1), dataset, x=["a", "b"], y=["y"]),
+    lambda: fit_dataset(StreamingRegressor(), dataset, target="price"),
+    lambda: condition_dataset(model, ray.data.from_pandas(bad), **columns),
+):
+    try:
+        call()
+        refused.append("accepted")
+    except Exception as error:
+        refused.append(f"{type(error).__name__}: {error}")
+found["empty"] = int(condition_dataset(model, empty, **columns).count)
+print("RESULT " + json.dumps({"found": found, "refused": refused}))
+"""
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("ray")
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    command = [sys.executable, "-W", "ignore", "-c", WORK]
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | own, capture_output=True, text=True, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, f"no result: {done.stdout[-2000:]}{done.stderr[-4000:]}"
+    found: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
+    return found
+
+
+def test_two_workers_give_the_state_of_one_pass(result: dict[str, Any]) -> None:
+    assert result["found"]["whole"] < 1e-5
+
+
+def test_groups_that_stand_in_many_blocks_come_together(result: dict[str, Any]) -> None:
+    assert max(result["found"][name] for name in "nsw") < 1e-5
+
+
+def test_estimators_fitted_by_workers_are_those_of_one_pass(result: dict[str, Any]) -> None:
+    assert result["found"]["y"] < 1e-6
+    assert result["found"]["high"] < 1e-6
+    assert result["found"]["y rows"] == result["found"]["high rows"] == 6000
+
+
+def test_what_cannot_be_done_is_said_before_or_with_the_column(result: dict[str, Any]) -> None:
+    missing, text, stored, target, infinite = result["refused"]
+    assert "no column 'c'" in missing
+    assert "a list of 2 column(s) is needed" in text
+    assert "stores its data" in stored
+    assert "no column 'price'" in target
+    assert "column 'b' holds inf" in infinite
+
+
+def test_a_dataset_of_no_rows_is_the_empty_state(result: dict[str, Any]) -> None:
+    assert result["found"]["empty"] == 0
