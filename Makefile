@@ -38,7 +38,7 @@ attack: $(VENV)/.dev  ## damaged files, odd calls, kills, races and limits; line
 	$(BIN)/python benchmarks/tables.py
 
 onnx-test: $(VENV)/.dev  ## models exported to ONNX against the library, which takes half a minute
-	$(BIN)/python -m pytest -m slow tests/integrations/test_onnx.py $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/integrations/test_onnx.py tests/integrations/test_onnx_events.py $(ARGS)
 
 wheel-test: $(VENV)/.dev  ## build wheel and sdist, install both in clean environments, run the demo there
 	$(BIN)/python -m pytest -m wheel tests/test_packaging.py $(ARGS)

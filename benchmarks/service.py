@@ -157,6 +157,12 @@ async def first(port: int, content: bytes) -> None:
     link.transport.close()
 
 
+def used(pid: int) -> float:
+    """Seconds of the processor that a process has used."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def resident(pid: int) -> float:
     """MB that a process holds."""
     text = Path(f"/proc/{pid}/status").read_text()
@@ -179,16 +185,24 @@ def soak(port: int, pid: int, seconds: float) -> Row:
 
 def measured(part: str, port: int, pid: int, seconds: float) -> Iterator[Row]:
     """The rows of one part."""
+    if part != "soak":
+        before = used(pid)
+        for row in _measured(part, port, seconds):
+            now = used(pid)
+            yield row | {"server_cpu_us_a_request": round(1e6 * (now - before) / row["requests"])}
+            before = now
+    else:
+        yield soak(port, pid, seconds)
+
+
+def _measured(part: str, port: int, seconds: float) -> Iterator[Row]:
     if part == "half":
         for verb, rate in HALF.items():
             yield {"verb": verb, "rate": rate} | asyncio.run(load(port, verb, seconds, rate=rate))
     elif part == "bulk":
         row = asyncio.run(load(port, "bulk", seconds, most=4))
         yield row | {"points_a_second": 2000 * row["requests_a_second"], "rows_a_request": 2000}
-    elif part == "soak":
-        yield soak(port, pid, seconds)
     else:
-        asyncio.run(load(port, part, 1))
         yield asyncio.run(load(port, part, seconds))
 
 

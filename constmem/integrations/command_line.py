@@ -17,7 +17,7 @@ def export(
     to: Annotated[str, typer.Option(help="onnx.")] = "onnx",
     half: Annotated[bool, typer.Option("--half", help="Weights as float16: half the size.")] = False,
 ) -> None:
-    """Write a CMANP for use without PyTorch: ONNX graphs, and a runner on onnxruntime and numpy.
+    """Write a CMANP or CMHP for use without PyTorch: ONNX graphs, and a runner on onnxruntime and numpy.
 
     constmem export emnist --to onnx --out digits
     """
@@ -26,4 +26,4 @@ def export(
     from constmem.integrations.onnx import export_named
 
     export_named(model, out, half=half)
-    print(f"wrote {out}\nnext, in that folder: from constmem_runner import Runner; runner = Runner('.')")
+    print(f"wrote {out}\nnext, in that folder: import constmem_runner, which says how in its first lines")

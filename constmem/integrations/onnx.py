@@ -1,4 +1,4 @@
-"""Models as ONNX graphs: observe, update, merge, read and predict, for any number of streams and points."""
+"""Models as ONNX graphs, for any number of streams and points, and a runner without PyTorch beside them."""
 
 import contextlib
 import copy
@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.export import Dim
+from torch import nn
 
 from constmem.core.files import write_bytes, write_text
-from constmem.neural_processes import CMANP
+from constmem.core.registry import EVENTS
+from constmem.integrations.onnx_verbs import of_events, of_points
+from constmem.neural_processes import CMANP, NeuralProcess
+from constmem.point_processes import CMHP, PointProcess
 
 FORMAT, VERSION = "constmem.onnx", 1
 RUNNER = Path(__file__).with_name("onnx_runner.py")
@@ -26,14 +28,14 @@ OPTIONS = {"moments": "moments", "levels": "grey levels", "rank": "joint predict
 FEW = 64  # numbers that are not worth halving
 
 
-def export(model: CMANP, folder: str | os.PathLike[str], *, half: bool = False) -> Path:
+def export(model: CMANP | CMHP, folder: str | os.PathLike[str], *, half: bool = False) -> Path:
     """Write a model as graphs that onnxruntime runs without PyTorch, and a runner of one file beside them.
 
     States are float64 and those of the library: both read each other's files. Points may be float64.
 
     Args:
-        folder: gets observe.onnx, update.onnx, merge.onnx, read.onnx, predict.onnx, model.json and
-            constmem_runner.py, which needs onnxruntime and numpy alone.
+        folder: gets the graphs (of points observe, update, merge, read and predict; of events update,
+            predict and marks), model.json, and constmem_runner.py, which needs onnxruntime and numpy alone.
         half: store weights as float16, rounded, which halves the files. Rounded weights are others: their
             states have another fingerprint.
     """
@@ -44,13 +46,13 @@ def export(model: CMANP, folder: str | os.PathLike[str], *, half: bool = False) 
             if tensor.dtype == torch.float32 and not name.startswith("scales."):
                 tensor.copy_(tensor.half())
     out = Path(folder)
-    graphs = {name: _graph(*work, half=half) for name, work in _work(model).items()}
+    work, about = of_points(model) if isinstance(model, CMANP) else of_events(model)
+    graphs = {name: _graph(*parts, half=half) for name, parts in work.items()}
     for name, content in graphs.items():
         write_bytes(out / f"{name}.onnx", content)
     write_bytes(out / "constmem_runner.py", RUNNER.read_bytes())
-    about = {
+    about |= {
         "format": FORMAT, "version": VERSION, "model": model.name, "config": model.config,
-        "dim_x": model.dim_x, "dim_y": model.dim_y, "layout": list(model.layout),
         "fingerprint": model.fingerprint(),
         "graphs": {name: hashlib.sha256(content).hexdigest() for name, content in graphs.items()},
     }  # fmt: skip
@@ -60,16 +62,17 @@ def export(model: CMANP, folder: str | os.PathLike[str], *, half: bool = False) 
 
 def export_named(source: str, folder: Path, *, half: bool) -> Path:
     """`export` of a folder or a name that `from_pretrained` takes."""
-    from constmem.neural_processes import NeuralProcess
-
-    return export(NeuralProcess.from_pretrained(source), folder, half=half)  # type: ignore[arg-type]
+    path = Path(source) / "config.json"
+    named = json.loads(path.read_text(encoding="utf-8")).get("model", "") if path.is_file() else ""
+    kind: Any = PointProcess if named in EVENTS else NeuralProcess
+    return export(kind.from_pretrained(source), folder, half=half)
 
 
 def _require(model: nn.Module) -> None:
-    if not isinstance(model, CMANP):
-        raise ValueError(f"only CMANP can be exported to ONNX so far, not {type(model).__name__}")
+    if not isinstance(model, CMANP | CMHP):
+        raise ValueError(f"only CMANP and CMHP can be exported to ONNX so far, not {type(model).__name__}")
     for option, what in OPTIONS.items():
-        if model.config.get(option):
+        if isinstance(model, CMANP) and model.config.get(option):
             raise ValueError(
                 f"a CMANP with {what} ({option}={model.config[option]}) cannot be exported to ONNX so far: "
                 "export one without"
@@ -81,79 +84,9 @@ def _require(model: nn.Module) -> None:
         raise ImportError(f"exporting needs more packages ({error}): pip install 'constmem[onnx]'") from error
 
 
-class _Verb(nn.Module):
-    """One verb of a model on plain tensors."""
-
-    def __init__(self, model: CMANP) -> None:
-        super().__init__()
-        self.model = model
-
-
-class _Observe(_Verb):
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        state = self.model.observe(x, y)
-        return state.value, state.lse
-
-
-class _Merge(_Verb):
-    """log(exp a + exp b) and the share of b, from exp(-|a - b|), which never overflows."""
-
-    def forward(
-        self, value: Tensor, lse: Tensor, other_value: Tensor, other_lse: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        gap = other_lse - lse
-        less = (-gap.abs()).exp()
-        share = torch.where(gap > 0, 1.0, less) / (1.0 + less)
-        return (
-            value + (other_value - value) * share[..., None],
-            torch.maximum(lse, other_lse) + (1.0 + less).log(),
-        )
-
-
-class _Update(_Merge):
-    def forward(self, value: Tensor, lse: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        state = self.model.observe(x, y)
-        return super().forward(value, lse, state.value, state.lse)
-
-
-class _Read(_Verb):
-    def forward(self, value: Tensor) -> Tensor:
-        return self.model._read(value)
-
-
-class _Predict(_Verb):
-    def forward(self, memory: Tensor, xt: Tensor) -> tuple[Tensor, Tensor]:
-        found = self.model.predict(memory, xt)
-        return found.mean, found.stddev
-
-
-Work = tuple[_Verb, tuple[Tensor, ...], tuple[dict[int, Any], ...], list[str], list[str]]
-
-
-def _work(model: CMANP) -> dict[str, Work]:
-    """Every verb with examples of its arguments, which of their axes are free, and names."""
-    b, n, m = Dim("batch"), Dim("points"), Dim("targets")
-    x, y, xt = (torch.zeros(3, k, dim, dtype=torch.float64) for k, dim in (
-        (5, model.dim_x), (5, model.dim_y), (7, model.dim_x)
-    ))  # fmt: skip
-    with torch.no_grad():
-        state = model.observe(x, y)
-        memory = model.read(state)
-    held, points, slots = (state.value, state.lse), ({0: b, 1: n},) * 2, ({0: b},) * 2
-    out = ["value_out", "lse_out"]
-    others = ["value", "lse", "other_value", "other_lse"]
-    return {
-        "observe": (_Observe(model), (x, y), points, ["x", "y"], ["value", "lse"]),
-        "update": (_Update(model), (*held, x, y), (*slots, *points), ["value", "lse", "x", "y"], out),
-        "merge": (_Merge(model), (*held, *(t.clone() for t in held)), slots * 2, others, out),
-        "read": (_Read(model), held[:1], slots[:1], ["value"], ["memory"]),
-        "predict": (_Predict(model), (memory, xt), ({0: b}, {0: b, 1: m}), ["memory", "xt"], ["mean", "std"]),
-    }
-
-
 def _graph(
-    verb: _Verb, given: tuple[Tensor, ...], axes: tuple[dict[int, Any], ...], inputs: list[str],
-    outputs: list[str], *, half: bool,
+    verb: nn.Module, given: tuple[Any, ...], axes: tuple[Any, ...], inputs: list[str], outputs: list[str],
+    *, half: bool,
 ) -> bytes:  # fmt: skip
     """A verb as the bytes of an ONNX file."""
     import onnx

@@ -3,7 +3,6 @@
 This file needs nothing of constmem. `constmem export` writes a copy of it beside the graphs:
 
     from constmem_runner import Runner
-
     runner = Runner("digits")               # the folder
     runner.observe(x, y)                    # (n, dim_x) and (n, dim_y), or with the batch in front
     mean, std = runner.predict(xt)
@@ -21,7 +20,6 @@ import numpy as np
 import onnxruntime
 
 FORMAT, VERSION = "constmem.onnx", 1
-STATE = "constmem.state"  # what the library calls the files of such states
 EMPTY = -(2.0**100)  # the log-normaliser of nothing
 NOTHING = ""  # the fingerprint of a state that has seen nothing
 CHUNK = 1024  # points observed at once; never changes a result
@@ -30,23 +28,17 @@ CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})"')
 Array = np.ndarray[Any, Any]
 
 
-class Runner:
-    """A stream: a model and the state of all it has been shown, which never grows.
+class Exported:
+    """Graphs that `constmem export --to onnx` wrote, and a state of constant size."""
 
-    Args:
-        folder: one that `constmem export --to onnx` wrote.
-        batch: how many streams side by side.
-        threads: of onnxruntime; small updates want one.
-    """
+    KIND = ""
 
-    def __init__(self, folder: str | os.PathLike[str], *, batch: int = 1, threads: int = 1) -> None:
+    def __init__(self, folder: str | os.PathLike[str], threads: int) -> None:
         path = Path(folder) / "model.json"
         try:
             about = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise FileNotFoundError(
-                f"there is no {path}: give the folder that `constmem export --to onnx` wrote"
-            ) from None
+            raise FileNotFoundError(f"there is no {path}: give what `constmem export` wrote") from None
         except ValueError as error:
             raise ValueError(f"{path} is damaged ({error}): export the model again") from error
         if about.get("format") != FORMAT or about.get("version") != VERSION:
@@ -54,8 +46,8 @@ class Runner:
                 f"{path} is {about.get('format')!r} of version {about.get('version')!r}, but this runner "
                 f"reads {FORMAT!r} of version {VERSION}: take the runner from beside the graphs"
             )
-        if batch < 1:
-            raise ValueError(f"batch must be at least 1, not {batch}")
+        if about["kind"] != self.KIND:
+            raise ValueError(f"{folder} is a model of {about['kind']}, not of {self.KIND}: take the other")
         self.about: dict[str, Any] = about
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
@@ -65,28 +57,77 @@ class Runner:
             if hashlib.sha256(content).hexdigest() != sha256:
                 raise ValueError(f"{Path(folder) / name}.onnx is damaged: export the model again")
             self._graphs[name] = onnxruntime.InferenceSession(content, options, ["CPUExecutionProvider"])
-        *slots, channels = about["layout"]
-        self.state: dict[str, Array] = {
-            "value": np.zeros((batch, *slots, channels)),
-            "lse": np.full((batch, *slots), EMPTY),
-            "count": np.zeros(batch, dtype=np.int64),
-        }
-        self._memory: Array | None = None  # what `read` made of the state; None once that has changed
+        self.state: dict[str, Array] = {}
+
+    @property
+    def count(self) -> Array:
+        """How many points or events each stream has seen."""
+        return self.state["count"]
 
     @property
     def batch(self) -> int:
         """How many streams there are."""
-        return len(self.state["count"])
-
-    @property
-    def count(self) -> Array:
-        """How many points each stream has seen."""
-        return self.state["count"]
+        return len(self.count)
 
     @property
     def nbytes(self) -> int:
         """Bytes remembered: the same whatever was seen."""
         return sum(array.nbytes for array in self.state.values())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state as the library does: it reads it, and so does `load`."""
+        seen = bool(self.count.any())
+        content = _written(self.state, self.about["fingerprint"] if seen else NOTHING, self.about["state"])
+        target = Path(path)
+        partial = target.with_name(f".{target.name}.{uuid4().hex}")
+        try:
+            partial.write_bytes(content)
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go on from a state that `save`, or the library, wrote."""
+        state, fingerprint = _read(Path(path), self.about["state"])
+        if fingerprint not in (NOTHING, self.about["fingerprint"]):
+            raise ValueError(
+                f"{path} was made by other weights (fingerprint {fingerprint}, these "
+                f"{self.about['fingerprint']}): float16 weights count as others; observe the points again"
+            )
+        shapes = {name: array.shape[1:] for name, array in self.state.items()}
+        if {name: array.shape[1:] for name, array in state.items()} != shapes:
+            raise ValueError(f"{path} is of another model: its arrays are not of the shapes {shapes}")
+        if any(len(array) != len(state["count"]) for array in state.values()):
+            raise ValueError(f"{path} is damaged: its arrays are of different batches; save it again")
+        self._set(state)
+
+    def _set(self, state: dict[str, Array]) -> None:
+        self.state = state
+
+    def _run(self, graph: str, **given: Array) -> list[Array]:
+        found: list[Array] = self._graphs[graph].run(None, given)
+        return found
+
+
+class Runner(Exported):
+    """A stream of points: a model and the state of all it has been shown, which never grows.
+
+    Args:
+        folder: one that `constmem export --to onnx` wrote of a CMANP.
+        batch: how many streams side by side.
+        threads: of onnxruntime; small updates want one.
+    """
+
+    KIND = "points"
+    _memory: Array | None = None  # what `read` makes of the state
+
+    def __init__(self, folder: str | os.PathLike[str], *, batch: int = 1, threads: int = 1) -> None:
+        super().__init__(folder, threads)
+        if batch < 1:
+            raise ValueError(f"batch must be at least 1, not {batch}")
+        *slots, channels = self.about["layout"]
+        value, lse = np.zeros((batch, *slots, channels)), np.full((batch, *slots), EMPTY)
+        self._set({"value": value, "lse": lse, "count": np.zeros(batch, dtype=np.int64)})
 
     def observe(self, x: Any, y: Any) -> None:
         """Take in points: (n, channels), or (batch, n, channels) of several streams."""
@@ -97,7 +138,7 @@ class Runner:
         for i in range(0, x.shape[1], CHUNK):
             here = slice(i, i + CHUNK)
             value, lse = self._run("update", value=value, lse=lse, x=x[:, here], y=y[:, here])
-        self._set(value, lse, self.count + x.shape[1])
+        self._set({"value": value, "lse": lse, "count": self.count + x.shape[1]})
 
     def merge(self, other: "Runner") -> None:
         """Take in all that another stream of the same model has seen."""
@@ -110,7 +151,7 @@ class Runner:
         theirs = {f"other_{name}": other.state[name] for name in ("value", "lse")}
         mine = {name: self.state[name] for name in ("value", "lse")}
         value, lse = self._run("merge", **mine, **theirs)
-        self._set(value, lse, self.count + other.count)
+        self._set({"value": value, "lse": lse, "count": self.count + other.count})
 
     def predict(self, xt: Any) -> tuple[Array, Array]:
         """Mean and standard deviation at targets, with the batch in front: (batch, m, dim_y) each."""
@@ -127,39 +168,9 @@ class Runner:
         made.state = dict(self.state)  # whose arrays are never written to
         return made
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state as the library does: `AttentionState.load` reads it, and `load`."""
-        seen = bool(self.count.any())
-        content = _written(self.state, self.about["fingerprint"] if seen else NOTHING)
-        target = Path(path)
-        partial = target.with_name(f".{target.name}.{uuid4().hex}")
-        try:
-            partial.write_bytes(content)
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
-
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on from a state that `save`, or the library, wrote."""
-        state, fingerprint = _read(Path(path))
-        if fingerprint not in (NOTHING, self.about["fingerprint"]):
-            raise ValueError(
-                f"{path} was made by other weights (fingerprint {fingerprint}, these "
-                f"{self.about['fingerprint']}): float16 weights count as others; observe the points again"
-            )
-        layout = tuple(self.about["layout"])
-        if state["value"].shape[1:] != layout or state["lse"].shape != state["value"].shape[:-1]:
-            raise ValueError(
-                f"{path} is of another model: it has {state['value'].shape[1:]}, this model {layout}"
-            )
-        self.state, self._memory = state, None
-
-    def _set(self, value: Array, lse: Array, count: Array) -> None:
-        self.state, self._memory = {"value": value, "lse": lse, "count": count}, None
-
-    def _run(self, graph: str, **given: Array) -> list[Array]:
-        found: list[Array] = self._graphs[graph].run(None, given)
-        return found
+    def _set(self, state: dict[str, Array]) -> None:
+        super()._set(state)
+        self._memory = None
 
     def _points(self, name: str, given: Any) -> Array:
         """Numbers as (batch, n, channels) in float64; refuses what is none, or not finite."""
@@ -181,32 +192,84 @@ class Runner:
         return points
 
 
-def _written(state: dict[str, Array], fingerprint: str) -> bytes:
+class EventRunner(Exported):
+    """Streams of events: what comes next, and when.
+
+    Args:
+        folder: one that `constmem export --to onnx` wrote of a CMHP.
+        start: when each watch began, one number a stream.
+    """
+
+    KIND = "events"
+
+    def __init__(self, folder: str | os.PathLike[str], *, start: Any = (0.0,), threads: int = 1) -> None:
+        super().__init__(folder, threads)
+        begun = np.asarray(start, dtype=np.float64).copy()
+        if begun.ndim != 1 or not len(begun) or not np.isfinite(begun).all():
+            raise ValueError(f"start must be one finite number for each stream, not {start!r}")
+        blank = {
+            name: np.full((len(begun), *made["shape"]), made["fill"], NUMBERS[made["dtype"]])
+            for name, made in self.about["blank"].items()
+        }
+        self._set(blank | {"start": begun, "last_time": begun})
+
+    def observe(self, times: Any, marks: Any = None) -> None:
+        """Take in events in order: (n,) of one stream, or (batch, n); marks of -1 are unknown."""
+        when = np.atleast_2d(np.asarray(times, dtype=np.float64))
+        what = np.full(when.shape, 0 if self.about["num_marks"] == 1 else -1) if marks is None else marks
+        what = np.atleast_2d(np.asarray(what))
+        if when.shape != what.shape or when.ndim != 2 or len(when) != self.batch:
+            raise ValueError(f"times {when.shape} and marks {what.shape} must be of one shape, (batch, n)")
+        marks_known = self.about["num_marks"]
+        if what.dtype.kind not in "iu" or not ((what >= -1) & (what < marks_known)).all():
+            raise ValueError(f"marks must be whole numbers from 0 to {marks_known - 1}, or -1")
+        if not np.isfinite(when).all() or (np.diff(when, prepend=self.state["last_time"][:, None]) < 0).any():
+            raise ValueError("times must be finite, in order, and none before the last event seen")
+        state = self.state
+        for i in range(0, when.shape[1], CHUNK):
+            here = slice(i, i + CHUNK)
+            given = {"times": when[:, here], "marks": what[:, here].astype(np.int64)}
+            state = dict(zip(self.about["blank"], self._run("update", **state, **given), strict=True))
+        self._set(state)
+
+    def predict(self) -> dict[str, Array]:
+        """The next gap as a mixture of log-normals (log_weights, loc, scale), its mean, and features."""
+        names = [given.name for given in self._graphs["predict"].get_inputs()]
+        found = self._run("predict", **{name: self.state[name] for name in names})
+        made = dict(zip(("features", "log_weights", "loc", "scale"), found, strict=True))
+        each = made["log_weights"] + made["loc"] + 0.5 * made["scale"] ** 2
+        return made | {"mean": np.exp(each).sum(-1)}
+
+    def mark_probabilities(self, gap: Any) -> Array:
+        """Of every mark, (batch, marks), given that the next event comes after `gap`, one a stream."""
+        after = np.broadcast_to(np.asarray(gap, dtype=np.float64), (self.batch,))
+        (found,) = self._run("marks", features=self.predict()["features"], gap=np.ascontiguousarray(after))
+        return np.exp(found)
+
+
+def _written(state: dict[str, Array], fingerprint: str, kind: str) -> bytes:
     """A safetensors file of a state, with the checksum of all of it."""
     kinds = {np.dtype(kind): name for name, kind in NUMBERS.items()}
     header: dict[str, Any] = {
-        "__metadata__": {"checksum": "0" * 64, "fingerprint": fingerprint, "format": STATE, "version": "1s"}
+        "__metadata__": {"checksum": "0" * 64, "fingerprint": fingerprint, "format": kind, "version": "1s"}
     }
     at, parts = 0, []
     for name, array in sorted(state.items()):
         part = np.ascontiguousarray(array).tobytes()
-        header[name] = {
-            "dtype": kinds[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [at, at + len(part)],
-        }
+        place = {"data_offsets": [at, at + len(part)]}
+        header[name] = {"dtype": kinds[array.dtype], "shape": list(array.shape), **place}
         parts.append(part)
         at += len(part)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     content = bytearray(len(text).to_bytes(8, "little") + text + b"".join(parts))
-    place = CHECKSUM.search(content, 8)
-    assert place is not None
-    content[place.start(1) : place.end(1)] = hashlib.sha256(content).hexdigest().encode()
+    found = CHECKSUM.search(content, 8)
+    assert found is not None
+    content[found.start(1) : found.end(1)] = hashlib.sha256(content).hexdigest().encode()
     return bytes(content)
 
 
-def _read(path: Path) -> tuple[dict[str, Array], str]:
+def _read(path: Path, wanted: str) -> tuple[dict[str, Array], str]:
     """A state and its fingerprint; refuses files that are damaged or of another kind."""
     content = bytearray(path.read_bytes())
     length = int.from_bytes(content[:8], "little")
@@ -216,10 +279,8 @@ def _read(path: Path) -> tuple[dict[str, Array], str]:
         kind, version, checksum = (about.get(key) for key in ("format", "version", "checksum"))
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no state, or damaged ({error}): save the state again") from error
-    if kind != STATE or version not in ("1", "1s"):
-        raise ValueError(
-            f"{path} holds {kind!r} of version {version!r}, but {STATE!r} of version 1 is needed"
-        )
+    if kind != wanted or version not in ("1", "1s"):
+        raise ValueError(f"{path} holds {kind!r} of version {version!r}, not {wanted!r} of version 1")
     if checksum is not None or version == "1s":
         place = CHECKSUM.search(content, 8, 8 + length)
         if place is not None:
@@ -232,11 +293,8 @@ def _read(path: Path) -> tuple[dict[str, Array], str]:
             name: np.frombuffer(data[slice(*t["data_offsets"])], NUMBERS[t["dtype"]]).reshape(t["shape"])
             for name, t in header.items()
         }
-        missing = {"value", "lse", "count"} - state.keys()
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged, or was not kept in float64 ({error}): save it again") from error
-    if missing or state["value"].ndim < 3 or state["count"].shape != state["value"].shape[:1]:
-        raise ValueError(f"{path} is damaged: it holds no value, lse and count that fit; save it again")
     if not all(np.isfinite(array).all() for array in state.values()):
         raise ValueError(f"{path} is damaged: it holds numbers that are not finite; save it again")
     return state, about.get("fingerprint") or NOTHING

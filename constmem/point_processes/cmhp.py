@@ -220,7 +220,7 @@ class CMHP(PointProcess[ConstantState]):
         value = value.to(self.dtype)
         if self.relative_time:
             value = _turned(value, -now)
-        latents = self.latents.expand(len(value), -1, -1)
+        latents = self.latents.expand(value.shape[0], -1, -1)
         known: Tensor = self.project(self.stack.read_value(value, latents)[-1].flatten(1))
         if self.last is not None and self.last_mark is not None and self.last_gap is not None:
             known = known + self.last(
@@ -228,7 +228,7 @@ class CMHP(PointProcess[ConstantState]):
             )
         if self.mass is not None:
             ago = lse if rates is None else lse - rates * now
-            known = known + self.mass(F.softplus(ago).to(known.dtype).flatten(1))
+            known = known + self.mass(_softplus(ago).to(known.dtype).flatten(1))
         out: Tensor = self.norm(known)
         return out
 
@@ -237,6 +237,13 @@ def _spread(stack: CMABStack) -> Float[Tensor, "depth h s"]:
     """Initial log-rates: slots remember from one typical gap to a few hundred."""
     depth, heads, slots, _ = stack.layout
     return torch.linspace(-6.0, 1.0, slots).expand(depth, heads, slots).clone()
+
+
+def _softplus(numbers: Tensor) -> Tensor:
+    """log(1 + exp); exported, of simpler functions: onnxruntime has none of float64."""
+    if not torch.compiler.is_exporting():
+        return F.softplus(numbers)
+    return numbers.clamp_min(0.0) + (1.0 + (-numbers.abs()).exp()).log()
 
 
 def _turned(v: Float[Tensor, "*h c"], clock: Float64[Tensor, "*#h"]) -> Float[Tensor, "*h c"]:

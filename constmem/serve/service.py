@@ -1,17 +1,19 @@
 """Streams by key over HTTP: what was acknowledged is on disk, and rows of many clients are taken together."""
 
 import asyncio
+import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import orjson
 from fastapi import FastAPI
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from constmem import __version__
 from constmem.serve.access import Failure, Limits, Tokens
@@ -22,6 +24,7 @@ from constmem.streams.store import Store
 log = logging.getLogger("constmem.serve")
 BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)  # seconds, of the histogram in /metrics
 JSON = "application/json"
+Answer = tuple[int, bytes, list[tuple[bytes, bytes]]]  # status, content, headers
 TEXT = {"type": "string"}
 ERROR = {
     "type": "object",
@@ -36,12 +39,14 @@ class Service:
         self.limits, self.tokens = limits or Limits(), tokens or Tokens()
         self.store, self.batches = store, Batches(store, self.limits)
         self.verbs = Verbs(self.batches, self.limits)
+        self.routes = {f"/v1/{verb}": verb for verb in self.verbs.calls}
+        self.rest = self._rest()
         self.answered: Counter[tuple[str, int]] = Counter()
         self.seconds: Counter[float] = Counter()
         self.spent = 0.0
 
-    def app(self) -> FastAPI:
-        """The application, for any ASGI server; it closes the store when it stops."""
+    def _rest(self) -> FastAPI:
+        """All but the verbs; it closes the store when it stops."""
 
         @asynccontextmanager
         async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -49,64 +54,72 @@ class Service:
             await asyncio.to_thread(self.batches.close)
 
         app = FastAPI(title="constmem", version=__version__, lifespan=life)
-        for verb in self.verbs.calls:
-            app.add_route(f"/v1/{verb}", self._route(verb), methods=["POST"], include_in_schema=False)
         app.add_route("/health", self._health, methods=["GET"], include_in_schema=False)
         app.add_route("/metrics", self._metrics, methods=["GET"], include_in_schema=False)
         schema = self.openapi()
         app.openapi = lambda: schema  # type: ignore[method-assign]
         return app
 
-    def _route(self, verb: str) -> Callable[[Request], Any]:
-        call = self.verbs.calls[verb]
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application, for any ASGI server: verbs are answered here, in a third of FastAPI's time."""
+        verb = self.routes.get(scope["path"]) if scope["type"] == "http" else None
+        if verb is None:
+            await self.rest(scope, receive, send)
+            return
+        began = time.perf_counter()
+        status, content, headers = await self._answered(verb, scope, receive)
+        self._count_answer(verb, status, time.perf_counter() - began)
+        headers += [(b"content-type", JSON.encode()), (b"content-length", str(len(content)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
 
-        async def answer(request: Request) -> Response:
-            began = time.perf_counter()
-            try:
-                token = self.tokens.holder(request.headers.get("authorization"))
-                body = orjson.loads(await self._body(request))
+    async def _answered(self, verb: str, scope: Scope, receive: Receive) -> Answer:
+        """What a verb answers, or what is wrong."""
+        content: bytes | None = None
+        try:
+            async with asyncio.timeout(self.limits.seconds) as limit:
+                if scope["method"] != "POST":
+                    raise Failure(405, "method", f"POST a JSON object to /v1/{verb}")
+                given = dict(scope["headers"])
+                token = self.tokens.holder(given.get(b"authorization", b"").decode("latin-1"))
+                content = await self._body(given.get(b"content-length", b"0"), receive)
+                body = orjson.loads(content)
                 if not isinstance(body, dict):
                     raise Failure(422, "refused", "the body is a JSON object")
-                pending = call(token, body)
-                found = await asyncio.wait_for(pending, self.limits.seconds)
-                made = Response(orjson.dumps(found), media_type=JSON)
-            except Failure as failure:
-                made = failed(failure)
-            except orjson.JSONDecodeError as error:
-                made = failed(Failure(400, "not_json", f"the body is not JSON: {error}"))
-            except (ValueError, TypeError) as error:
-                made = failed(Failure(422, "refused", str(error)))
-            except TimeoutError:
-                made = failed(
-                    Failure(503, "late", "no answer in time, and nobody knows if it was taken: send it again "
-                            "with the same source and position", wait=1)
-                )  # fmt: skip
-            except ClientDisconnect:
-                made = failed(Failure(400, "gone", "the body ended too early"))
-            except Exception as error:
-                log.error("a request failed", exc_info=error)
-                made = failed(Failure(500, "internal", "the service failed to answer; its log says why"))
-            self._count_answer(verb, made.status_code, time.perf_counter() - began)
-            return made
+                limit.reschedule(asyncio.get_running_loop().time() + self.limits.seconds)
+                return 200, orjson.dumps(await self.verbs.calls[verb](token, body)), []
+        except Failure as failure:
+            return failed(failure)
+        except orjson.JSONDecodeError as error:
+            return failed(Failure(400, "not_json", f"the body is not JSON: {error}"))
+        except (ValueError, TypeError) as error:
+            return failed(Failure(422, "refused", str(error)))
+        except TimeoutError:
+            if content is None:
+                return failed(Failure(408, "slow", "the body did not arrive in time"))
+            again = "no answer in time, so it may be taken or not: send it again with its source and position"
+            return failed(Failure(503, "late", again, wait=1))
+        except Exception as error:
+            log.error("a request failed", exc_info=error)
+            return failed(Failure(500, "internal", "the service failed to answer; its log says why"))
 
-        return answer
-
-    async def _body(self, request: Request) -> bytes:
+    async def _body(self, said: bytes, receive: Receive) -> bytes:
         """All of it, within the limits."""
-        most = self.limits.body
-        said = request.headers.get("content-length", "0")
-        if not said.isdecimal() or len(said) > 15 or int(said) > most:
-            raise Failure(413, "too_large", f"a body has at most {most:,} bytes: send fewer rows at a time")
+        large = Failure(
+            413, "too_large", f"a body has at most {self.limits.body:,} bytes: send fewer rows at a time"
+        )
+        if not said.isdigit() or len(said) > 15 or int(said) > self.limits.body:
+            raise large
         body = bytearray()
-        try:
-            async with asyncio.timeout(self.limits.seconds):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > most:
-                        raise Failure(413, "too_large", f"a body has at most {most:,} bytes")
-        except TimeoutError as error:
-            raise Failure(408, "slow", "the body did not arrive in time") from error
-        return bytes(body)
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                raise Failure(400, "gone", "the body ended too early")
+            body += message.get("body", b"")
+            if len(body) > self.limits.body:
+                raise large
+            if not message.get("more_body", False):
+                return bytes(body)
 
     async def _health(self, _: Request) -> Response:
         fine = self.batches.alive
@@ -157,6 +170,7 @@ class Service:
                 "properties": properties,
                 "required": needed,
                 "additionalProperties": False,
+                "dependentRequired": {"source": ["position"], "position": ["source"]},
             }
             ok = {"description": "done", "content": {JSON: {"schema": {"type": "object"}}}}
             body = {"required": True, "content": {JSON: {"schema": taken}}}
@@ -179,13 +193,13 @@ class Service:
         }
 
 
-def failed(failure: Failure) -> Response:
+def failed(failure: Failure) -> Answer:
     """An answer that says what is wrong."""
-    headers = {} if failure.wait is None else {"retry-after": str(failure.wait)}
-    if failure.status == 401:
-        headers["www-authenticate"] = "Bearer"
+    headers = [] if failure.wait is None else [(b"retry-after", str(failure.wait).encode())]
+    more = {401: (b"www-authenticate", b"Bearer"), 405: (b"allow", b"POST")}
+    headers += [more[failure.status]] if failure.status in more else []
     content = orjson.dumps({"error": {"kind": failure.kind, "message": _clean(failure.message)}})
-    return Response(content, failure.status, headers, media_type=JSON)
+    return failure.status, content, headers
 
 
 def _clean(message: str) -> str:
@@ -197,8 +211,10 @@ def run(service: Service, host: str, port: int, *, log_level: str = "warning") -
     """Answer at an address until a signal says stop; then what waits is answered, and the store closed."""
     import uvicorn
 
+    gc.collect()
+    gc.freeze()  # what is there for good need not be looked at by each collection
     uvicorn.run(
-        service.app(), host=host, port=port, log_level=log_level, access_log=False, timeout_keep_alive=30,
+        service, host=host, port=port, log_level=log_level, access_log=False, timeout_keep_alive=30,
         limit_concurrency=4 * service.limits.waiting, timeout_graceful_shutdown=int(service.limits.seconds),
-        server_header=False, h11_max_incomplete_event_size=2**16,
+        server_header=False, proxy_headers=False, h11_max_incomplete_event_size=2**16,
     )  # fmt: skip

@@ -6,12 +6,15 @@ from typing import Any
 from constmem.serve.access import Failure, Limits, Token
 from constmem.serve.batches import Batches, Observe, Predict, Work
 from constmem.streams.sources import Rows, numbers
-from constmem.streams.store import Store
+from constmem.streams.store import LONGEST, Store
 
 Body = dict[str, Any]
-KEY = {"type": "string", "minLength": 1, "maxLength": 1024}
+KEY = {"type": "string", "minLength": 1, "maxLength": LONGEST}
 TEXT = {"type": "string"}
-SOURCE = {"source": TEXT, "position": {"type": "integer"}}
+SOURCE = {
+    "source": {"type": "string", "minLength": 1, "maxLength": 256},
+    "position": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+}
 
 
 class Verbs:
@@ -141,8 +144,8 @@ class Verbs:
 
     def _keys(self, token: Token, body: Body) -> Any:
         _only(body, "prefix", "after", "most")
-        prefix, after, most = body.get("prefix", token.prefix), body.get("after"), body.get("most", 1000)
-        if not isinstance(prefix, str) or not isinstance(after, str | None) or type(most) is not int:
+        prefix, after, most = body.get("prefix", token.prefix), body.get("after", ""), body.get("most", 1000)
+        if not isinstance(prefix, str) or not isinstance(after, str) or type(most) is not int:
             raise Failure(422, "refused", "prefix and after are texts, most a whole number")
         token.require("read", [prefix])
         most = min(most, self.limits.rows)
@@ -176,17 +179,19 @@ class Verbs:
 
     def _key(self, token: Token, scope: str, body: Body, name: str = "key") -> str:
         key = body.get(name)
-        if not isinstance(key, str):
-            raise Failure(422, "refused", f"{name} is a text that names a stream")
+        if not isinstance(key, str) or not 0 < len(key) <= LONGEST:
+            raise Failure(422, "refused", f"{name} is a text of 1 to {LONGEST:,} letters that names a stream")
         token.require(scope, [key])
         return key
 
     def _many(self, token: Token, scope: str, body: Body) -> list[str]:
         keys = body.get("keys")
-        if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        if not isinstance(keys, list) or set(map(type, keys)) != {str}:
             raise Failure(422, "refused", "keys is a list of texts, one for each row")
-        if not 0 < len(keys) <= self.limits.rows:
-            raise Failure(413, "too_large", f"1 to {self.limits.rows:,} rows at a time, not {len(keys):,}")
+        if len(keys) > self.limits.rows:
+            raise Failure(413, "too_large", f"at most {self.limits.rows:,} rows at a time, not {len(keys):,}")
+        if not 0 < min(map(len, keys)) <= max(map(len, keys)) <= LONGEST:
+            raise Failure(422, "refused", f"each of the keys has 1 to {LONGEST:,} letters")
         token.require(scope, keys)
         return keys
 

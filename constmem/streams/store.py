@@ -12,7 +12,7 @@ from torch import Tensor
 from constmem.core import checks
 from constmem.core.monoid import Monoid
 from constmem.neural_processes import NeuralProcess
-from constmem.streams import AnyModel, checked, rows_of
+from constmem.streams import AnyModel, checked, listed, rows_of
 from constmem.streams.database import Database, Position
 from constmem.streams.journal import Journaled, Layout
 from constmem.streams.pool import StreamPool
@@ -259,18 +259,21 @@ class Store:
 
 def _named(keys: Sequence[Hashable]) -> list[Hashable]:
     """Keys that a store takes."""
-    names = checked(keys)
-    for name in names:
-        if isinstance(name, str) and not 0 < len(name) <= LONGEST:
-            raise ValueError(f"a key must have 1 to {LONGEST} letters, not {len(name):,}: {name[:20]!r}")
-        if isinstance(name, int) and not -(2**63) <= name < 2**63:
+    names: Any = listed(keys)
+    if set(map(type, names)) == {str}:  # as most are: looked at all at once
+        texts = names
+    else:
+        texts = [name for name in checked(names) if isinstance(name, str)]
+        if any(isinstance(name, int) and not -(2**63) <= name < 2**63 for name in names):
             raise ValueError("a key that is a number must fit 64 bits: write it as a text")
-        if isinstance(name, str) and not name.isascii():
-            try:
-                name.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(f"a key must be a text that UTF-8 can hold: {error}") from error
-    return names
+    if texts and not 0 < min(map(len, texts)) <= max(map(len, texts)) <= LONGEST:
+        name = next(text for text in texts if not 0 < len(text) <= LONGEST)
+        raise ValueError(f"a key must have 1 to {LONGEST} letters, not {len(name):,}: {name[:20]!r}")
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a key must be a text that UTF-8 can hold: {error.reason}") from error
+    return names  # type: ignore[no-any-return]
 
 
 def _require_places(positions: dict[str, Position]) -> None:

@@ -185,7 +185,7 @@ def test_damaged_files_and_states_of_others_are_refused(model: CMANP, folder: Pa
 
 
 def test_models_that_have_no_graphs_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"only CMANP .* not CNP"):
+    with pytest.raises(ValueError, match=r"only CMANP and CMHP .* not CNP"):
         export(CNP(dim_x=1, dim_y=1), tmp_path)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="CMANP with moments"):
         export(CMANP(dim_x=1, dim_y=1, moments=4, experts=2, **SIZES), tmp_path)

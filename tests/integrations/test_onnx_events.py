@@ -1,0 +1,109 @@
+"""Exported models of events say what the library says; states go both ways."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from constmem import CMHP
+from constmem.integrations.onnx import export, export_named
+from constmem.point_processes.states import ConstantState
+
+pytestmark = [pytest.mark.slow, pytest.mark.compiles]  # `make onnx-test`
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+from constmem.integrations.onnx_runner import EventRunner, Runner  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def model() -> CMHP:
+    torch.manual_seed(0)
+    return CMHP(num_marks=3, dim=16, depth=1, num_slots=4, num_latents=4, num_heads=2, hidden=12).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(model: CMHP, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("onnx")
+    model.save_pretrained(made / "model")
+    return export_named(str(made / "model"), made / "graphs", half=False)
+
+
+def events(batch: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    times = torch.rand(batch, count, dtype=torch.float64).cumsum(1) + 1e6
+    return times, torch.randint(-1, 3, (batch, count))
+
+
+def same(runner: EventRunner, model: CMHP, state: Any) -> None:
+    for name, tensor in state.tensors().items():
+        np.testing.assert_allclose(runner.state[name], tensor, atol=1e-4, rtol=1e-9, err_msg=name)
+    with torch.no_grad():
+        wanted = model.query(state)
+        gap = torch.full((runner.batch,), 0.7, dtype=torch.float64)
+        marks = wanted.mark_logits(gap).exp()
+    found = runner.predict()
+    for name in ("log_weights", "loc", "scale"):
+        np.testing.assert_allclose(found[name], getattr(wanted.gap, name), atol=1e-5)
+    np.testing.assert_allclose(found["mean"], wanted.mean, rtol=1e-4)
+    np.testing.assert_allclose(runner.mark_probabilities(0.7), marks, atol=1e-5)
+
+
+@pytest.mark.parametrize(("batch", "steps"), [(1, [1] * 30), (1, (20, 1)), (2, (1, 7)), (1, ())])
+def test_any_number_of_streams_and_events_is_predicted_alike(
+    batch: int, steps: Any, model: CMHP, folder: Path
+) -> None:
+    start = torch.full((batch,), 1e6, dtype=torch.float64)
+    runner, state = EventRunner(folder, start=start), model.empty(start)
+    times, marks = events(batch, sum(steps))
+    i = 0
+    for count in steps:
+        runner.observe(times[:, i : i + count], marks[:, i : i + count])
+        with torch.no_grad():
+            state = model.update(state, times[:, i : i + count], marks[:, i : i + count])
+        i += count
+    same(runner, model, state)
+
+
+def test_states_go_both_ways_through_files(model: CMHP, folder: Path, tmp_path: Path) -> None:
+    times, marks = events(1, 9)
+    runner = EventRunner(folder, start=[1e6])
+    runner.observe(times[0, :5], marks[0, :5])
+    runner.save(tmp_path / "state")
+    with torch.no_grad():
+        state = model.update(ConstantState.load(tmp_path / "state"), times[:, 5:], marks[:, 5:])
+    runner.observe(times[:, 5:], marks[:, 5:])
+    same(runner, model, state)
+    state.save(tmp_path / "state")
+    other = EventRunner(folder)
+    other.load(tmp_path / "state")
+    same(other, model, state)
+    with torch.no_grad():
+        other.observe([2e6], [1])
+        same(other, model, model.update(state, torch.tensor([2e6]).double(), torch.tensor([1])))
+
+
+@pytest.mark.parametrize(
+    ("times", "marks", "message"),
+    [
+        ([3.0, 2.0], [0, 0], "in order"),
+        ([float("nan")], [0], "finite"),
+        ([3.0], [3], "from 0 to 2"),
+        ([3.0], [0.5], "whole numbers"),
+        ([3.0, 4.0], [0], "one shape"),
+    ],
+)
+def test_events_that_do_not_fit_are_refused(times: Any, marks: Any, message: str, folder: Path) -> None:
+    runner = EventRunner(folder)
+    with pytest.raises(ValueError, match=message):
+        runner.observe(times, marks)
+    assert runner.count.tolist() == [0]
+
+
+def test_runners_know_their_own_kind(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a model of events, not of points"):
+        Runner(folder)
+    with pytest.raises(ValueError, match="start must be"):
+        EventRunner(folder, start=[])
+    with pytest.raises(ValueError, match="only CMANP and CMHP"):
+        export(torch.nn.Linear(1, 1), tmp_path)  # type: ignore[arg-type]
