@@ -116,6 +116,7 @@ TRAINED = [
     "celeba128",
     "gp",
     "gp-moments",
+    "tables",
     *(name for name in EVENTS if (RESULTS / f"{name}.json").exists()),
 ]
 

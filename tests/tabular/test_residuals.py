@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import integrate
+from scipy import integrate, stats
 
 from constmem import StreamingRegressor
 from constmem.tabular.answers import Shape, mixed_log_density, mixed_quantiles
@@ -168,3 +168,20 @@ def test_a_shape_agrees_with_sums_by_hand() -> None:
     assert float(one.moment) == pytest.approx(0.25 * (0.25 + 1) + 0.75 * (0.01 + 4))
     (quantile,) = mixed_quantiles([one, one], np.array([0.5, 0.5]), [0.5])
     assert one.cdf(quantile)[0, 0] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(1, 128), (5, 400)])
+def test_where_residuals_are_normal_nothing_is_lost(columns: int, rows: int) -> None:
+    random = np.random.default_rng(columns)
+    x = random.normal(size=(rows + 800, columns))
+    noise = 0.3 * columns**0.5
+    y = x @ random.normal(size=columns) + noise * random.normal(size=len(x))
+    one = np.c_[x, np.ones(len(x))]
+    covariance = np.linalg.inv(one[:rows].T @ one[:rows] / noise**2 + 1e-2 * np.eye(columns + 1))
+    mean = one[rows:] @ covariance @ one[:rows].T @ y[:rows] / noise**2
+    deviation = np.sqrt(noise**2 + ((one[rows:] @ covariance) * one[rows:]).sum(1))
+    exact = stats.norm(mean, deviation).logpdf(y[rows:]).mean()  # by whoever knows the noise
+    made = [StreamingRegressor(size=96, pretrained=law).fit(x[:rows], y[:rows]) for law in (True, False)]
+    law, t = (each.log_density(x[rows:], y[rows:]) for each in made)
+    assert law.mean() > t.mean() - 0.02
+    assert law.mean() > exact - 0.08
