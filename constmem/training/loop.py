@@ -159,8 +159,9 @@ def _require_levels(model: Model, source: Source[Any]) -> None:
 def _begin_with(model: Model, start: str) -> None:
     """Take on the weights, and the units if it has any, of another run of the same model."""
     given = type(model).from_pretrained(start)
-    differ = [key for key in given.config if given.config[key] != model.config[key]]
-    told = ", ".join(f"model.{key}={given.config[key]}" for key in differ)
+    theirs, mine = given.config, model.config  # either may leave out what is as ever
+    differ = [key for key in theirs | mine if theirs.get(key) != mine.get(key)]
+    told = ", ".join(f"model.{key}={theirs.get(key)}" for key in differ)
     if any(f"model.{key}" in SAID_BY_DATA for key in differ):
         raise ValueError(f"start={start} has weights for other data, {told}: begin without it")
     if differ:

@@ -386,12 +386,11 @@ def kill_often(path: Path, times: int, seed: int, clients: int = 3) -> int:
             finally:
                 os._exit(0)
         listening.close()
-        stop = time.monotonic() + (60 if turn == times else 0.03 + draw.random() * 0.3)
-        last = turn == times
+        last, begun = turn == times, threading.Event()
 
-        def send(c: int, port: int = port, stop: float = stop) -> None:
+        def send(c: int, port: int = port, begun: threading.Event = begun) -> None:
             ask = Client(port)
-            while sent[c] < len(mine[c]) and time.monotonic() < stop:
+            while sent[c] < len(mine[c]):
                 i = mine[c][sent[c]]
                 row = {"key": names[i], "x": x[i].item(), "y": y[i].item()}
                 try:
@@ -400,6 +399,7 @@ def kill_often(path: Path, times: int, seed: int, clients: int = 3) -> int:
                     return
                 if status == 200:
                     sent[c] += 1
+                    begun.set()
 
         threads = [threading.Thread(target=send, args=(c,)) for c in range(clients)]
         for thread in threads:
@@ -407,8 +407,9 @@ def kill_often(path: Path, times: int, seed: int, clients: int = 3) -> int:
         if last:
             for thread in threads:
                 thread.join()
-        else:
-            time.sleep(max(stop - time.monotonic(), 0))
+        elif draw.random() < 0.8:  # at work, or while it starts
+            begun.wait(20)
+        time.sleep(0 if last else draw.random() * 0.2)
         os.kill(pid, signal.SIGTERM if last else signal.SIGKILL)
         os.waitpid(pid, 0)
         for thread in threads:
