@@ -13,7 +13,7 @@ SHAPED := tests/laws/test_losses.py tests/laws/test_processes.py tests/laws/test
 	--ignore=tests/neural_processes/test_published.py --ignore=tests/neural_processes/test_older_weights.py \
 	--ignore=tests/point_processes/test_published_events.py
 
-.PHONY: demo test check docs onnx-test attack bench wheel-test clean
+.PHONY: demo test check docs engines-test attack bench wheel-test clean
 
 demo: $(VENV)/.train  ## learn a power plant's rows as a stream, beside a forest; complete digits; draw both
 	$(BIN)/constmem demo
@@ -37,8 +37,8 @@ attack: $(VENV)/.dev  ## damaged files, odd calls, kills, races and limits; line
 	$(BIN)/python benchmarks/attack.py
 	$(BIN)/python benchmarks/tables.py
 
-onnx-test: $(VENV)/.dev  ## models exported to ONNX against the library, which takes half a minute
-	$(BIN)/python -m pytest -m slow tests/integrations/test_onnx.py tests/integrations/test_onnx_events.py $(ARGS)
+engines-test: $(VENV)/.dev  ## models exported to ONNX, and two workers of Ray, against the library: a minute or two
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow tests/integrations $(ARGS)
 
 wheel-test: $(VENV)/.dev  ## build wheel and sdist, install both in clean environments, run the demo there
 	$(BIN)/python -m pytest -m wheel tests/test_packaging.py $(ARGS)

@@ -40,11 +40,7 @@ class Shown:
 
     @staticmethod
     def target(
-        mean: Float[Tensor, "*b"],
-        deviation: Float[Tensor, "*b"],
-        columns: Float[Tensor, "*b c"],
-        sigma: Tensor,
-        rows: Tensor,
+        mean: Float[Tensor, "*b"], deviation: Tensor, columns: Tensor, sigma: Tensor, rows: Tensor
     ) -> Float[Tensor, "*b x"]:
         """Inputs of rows that are to be predicted."""
         wide = (deviation / sigma).log()
@@ -127,9 +123,8 @@ class _Draws:
 def _columns(draw: _Draws, b: int, n: int) -> tuple[Float[Tensor, "b n c"], Float[Tensor, "b c"]]:
     """Columns of several kinds, correlated, and how fast the target changes with each."""
     z = draw.normal(b, n, COLUMNS)
-    mixing = torch.eye(COLUMNS, dtype=z.dtype, device=z.device) + 0.5 * draw.uniform(b, 1, 1) * draw.normal(
-        b, COLUMNS, COLUMNS
-    )
+    mixing = 0.5 * draw.uniform(b, 1, 1) * draw.normal(b, COLUMNS, COLUMNS)
+    mixing = mixing + torch.eye(COLUMNS, dtype=z.dtype, device=z.device)
     z = z @ mixing / mixing.square().sum(1, keepdim=True).sqrt()
     kind = draw.one_of(4, b, 1, COLUMNS)
     even = (torch.special.ndtr(z) - 0.5) * 12**0.5
@@ -198,8 +193,7 @@ def _targets(draw: _Draws, x: Tensor, rates: Tensor) -> Float[Tensor, "b n"]:
 
 def _noise(draw: _Draws, b: int, n: int, switch: Tensor) -> Float[Tensor, "b n"]:
     """Noise of unit size about, of one law for each table."""
-    normal = draw.normal(b, n)
-    other = draw.normal(b, n)
+    normal, other = (draw.normal(b, n) for _ in range(2))
     heavy = normal / ((other.square() + draw.normal(b, n).square() + draw.normal(b, n).square()) / 3).sqrt()
     skewed = -draw.uniform(b, n, low=1e-6).log() - 1.0
     apart = draw.uniform(b, 1, low=1.0, high=6.0)
@@ -281,8 +275,7 @@ def _features(draw: _Draws, x: Tensor, rates: Tensor) -> Float[Tensor, "b n p"]:
 
 def _factor(gram: Tensor, strength: Tensor) -> Tensor:
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    made: Tensor = torch.linalg.cholesky_ex(gram + strength[:, None, None] * eye)[0]
-    return made
+    return torch.linalg.cholesky_ex(gram + strength[:, None, None] * eye)[0]  # type: ignore[no-any-return]
 
 
 def _solved(factor: Tensor, right: Tensor) -> Tensor:

@@ -233,21 +233,19 @@ def _gp(recipe: PointRecipe, device: torch.device) -> Source[Task]:
 def _tables(recipe: PointRecipe, device: torch.device) -> Source[Task]:
     """What a closed-form regression leaves on synthetic tables, drawn anew at every step."""
 
-    def drawn(batch: int, generator: torch.Generator) -> Task:
-        return data.table_tasks(
-            batch, generator=generator, rows=recipe.max_points, targets=recipe.num_targets
-        )
+    sizes = {"rows": recipe.max_points, "targets": recipe.num_targets}
 
-    def fixed(seed: int, batches: int) -> Callable[[], Iterator[Task]]:
-        def tasks() -> Iterator[Task]:
-            generator = torch.Generator().manual_seed(seed)
-            return (drawn(16, generator).to(device) for _ in range(batches))
+    def fixed(seed: int, batches: int) -> Iterator[Task]:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(batches):
+            yield data.table_tasks(16, generator=generator, **sizes).to(device)
 
-        return tasks
+    def sample(generator: torch.Generator) -> Task:
+        return data.table_tasks(recipe.batch, generator=generator, **sizes)
 
-    tests = {"test": fixed(0, 100)}
     statement = "synthetic tables, and what ridge regressions on random features leave of them"
-    return Source(partial(drawn, recipe.batch), fixed(1, 20), tests, statement, _task_loss, _task_score)
+    tests: dict[str, Callable[[], Iterator[Task]]] = {"test": partial(fixed, 0, 100)}
+    return Source(sample, partial(fixed, 1, 20), tests, statement, _task_loss, _task_score)
 
 
 def _images(dataset: str, recipe: PointRecipe, data_dir: Path | None, device: torch.device) -> Source[Task]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow  # starting workers takes its time: make engines-test
 ROOT = Path(__file__).parents[2]
 WORK = """
 import json
