@@ -13,7 +13,7 @@ SHAPED := tests/laws/test_losses.py tests/laws/test_processes.py tests/laws/test
 	--ignore=tests/neural_processes/test_published.py --ignore=tests/neural_processes/test_older_weights.py \
 	--ignore=tests/point_processes/test_published_events.py
 
-.PHONY: demo test check docs engines-test attack bench wheel-test clean
+.PHONY: demo test check docs engines-test attack store-attack bench wheel-test clean
 
 demo: $(VENV)/.train  ## learn a power plant's rows as a stream, beside a forest; complete digits; draw both
 	$(BIN)/constmem demo
@@ -33,9 +33,12 @@ docs: $(VENV)/.docs  ## the documentation site, in build/docs; a warning is an e
 	@echo "open build/docs/index.html"
 
 attack: $(VENV)/.dev  ## damaged files, odd calls, kills, races and limits; lines broken on purpose, too
-	$(BIN)/python -m pytest -m attack tests/attack $(ARGS)
+	$(BIN)/python -m pytest -m attack tests/attack --ignore=tests/attack/test_stores.py $(ARGS)
 	$(BIN)/python benchmarks/attack.py
 	$(BIN)/python benchmarks/tables.py
+
+store-attack: $(VENV)/.dev  ## a thousand kills of store, consumers and service, and odd requests: twelve minutes
+	$(BIN)/python -m pytest -m attack tests/attack/test_stores.py $(ARGS)
 
 engines-test: $(VENV)/.dev  ## models exported to ONNX, and two workers of Ray, against the library: a minute or two
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow tests/integrations $(ARGS)
