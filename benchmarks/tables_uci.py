@@ -204,24 +204,25 @@ def summary(rows: list[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Nine UCI tables on their published splits.")
     parser.add_argument("--splits", type=int, default=20, help="how many of each table; all if not given")
+    parser.add_argument("--first", type=int, default=0, help="the first split to measure: those before stay")
     parser.add_argument("--sets", nargs="+", default=sorted(DROPOUT), choices=sorted(DROPOUT))
     parser.add_argument("--methods", nargs="+", default=[*METHODS], choices=[*METHODS], metavar="METHOD")
     parser.add_argument("--summary", action="store_true", help="print the table of what was written")
     given = parser.parse_args()
     path = RESULTS / "tables_uci.json"
     if not given.summary:
-        measure(given.sets, given.splits, given.methods)
+        measure(given.sets, range(given.first, given.splits), given.methods)
     print(summary(json.loads(path.read_text())["rows"]))
 
 
-def measure(sets: list[str], splits: int, methods: list[str]) -> None:
+def measure(sets: list[str], splits: range, methods: list[str]) -> None:
     """Measure methods on splits, and write the rows after each split; rows of the same are replaced."""
     tables = np.load(Path(os.environ["CONSTMEM_DATA"]) / "tables_uci.npz", allow_pickle=False)
     about = provenance(0, "nine UCI regression tables with their published splits (tables_uci.npz)")
     about["versions"] |= {"scikit-learn": sklearn.__version__, "numpy": np.__version__}
     path = RESULTS / "tables_uci.json"
     rows: list[Row] = json.loads(path.read_text())["rows"] if path.exists() else []
-    for number in range(splits):
+    for number in splits:
         for name in sets:
             if number >= len(tables[f"{name}/test"]):
                 continue
