@@ -3,6 +3,7 @@
 import signal
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -99,6 +100,7 @@ def serve(
         from constmem.serve.service import Service, run
     except ImportError as error:
         raise ImportError(f'{error}: pip install "constmem[serve]"') from error
+    from constmem.serve.page import write_page
     from constmem.streams.sources import load_model
     from constmem.streams.store import Store
 
@@ -107,7 +109,9 @@ def serve(
     limits = Limits(body=body << 20, rows=rows, waiting=waiting, streams=streams, seconds=seconds)
     kept = Store(store, load_model(model), memory=memory << 20, single=single, power=power)
     print(f"{len(kept):,} streams in {store}; listening at http://{host}:{port}, see /docs", flush=True)
-    run(Service(kept, tokens=tokens, limits=limits), host, port)
+    with TemporaryDirectory(prefix="constmem-page-") as folder:
+        shown = write_page(Path(folder))
+        run(Service(kept, tokens=tokens, limits=limits, page=shown), host, port)
 
 
 def page(

@@ -7,12 +7,14 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import orjson
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
+from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from constmem import __version__
@@ -33,19 +35,30 @@ ERROR = {
 
 
 class Service:
-    """The routes of one store, each a JSON object in and out; see `openapi` for what they take."""
+    """The routes of one store, each a JSON object in and out; see `openapi` for what they take.
 
-    def __init__(self, store: Store, *, tokens: Tokens | None = None, limits: Limits | None = None) -> None:
+    Args:
+        page: a folder whose files are handed out at `/` to anybody, such as `write_page` writes.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        tokens: Tokens | None = None,
+        limits: Limits | None = None,
+        page: Path | None = None,
+    ) -> None:
         self.limits, self.tokens = limits or Limits(), tokens or Tokens()
         self.store, self.batches = store, Batches(store, self.limits)
         self.verbs = Verbs(self.batches, self.limits)
         self.routes = {f"/v1/{verb}": verb for verb in self.verbs.calls}
-        self.rest = self._rest()
+        self.rest = self._rest(page)
         self.answered: Counter[tuple[str, int]] = Counter()
         self.seconds: Counter[float] = Counter()
         self.spent = 0.0
 
-    def _rest(self) -> FastAPI:
+    def _rest(self, page: Path | None) -> FastAPI:
         """All but the verbs; it closes the store when it stops."""
 
         @asynccontextmanager
@@ -58,6 +71,8 @@ class Service:
         app.add_route("/metrics", self._metrics, methods=["GET"], include_in_schema=False)
         schema = self.openapi()
         app.openapi = lambda: schema  # type: ignore[method-assign]
+        if page is not None:
+            app.mount("/", StaticFiles(directory=page, html=True))
         return app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

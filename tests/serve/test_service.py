@@ -296,6 +296,20 @@ def test_health_metrics_and_openapi_say_how_it_is(ask: Client) -> None:
     assert ask.get("/nothing")[0] == 404
 
 
+def test_the_page_stands_at_the_root_beside_the_verbs(tmp_path: Path) -> None:
+    page = tmp_path / "page"
+    page.mkdir()
+    (page / "index.html").write_text("<title>a page</title>")
+    (page / "kernels.wasm").write_bytes(b"0asm")
+    with served(tmp_path / "store", page=page) as (port, _):
+        ask = Client(port)
+        assert ask.get("/") == (200, "<title>a page</title>")
+        assert ask.get("/kernels.wasm") == (200, "0asm")
+        assert ask.get("/health")[0] == 200
+        assert ask.get("/../store")[0] == 404
+        assert ask("observe", key="ann", x=[0.5], y=[1.0])[0] == 200
+
+
 def test_too_many_streams_or_requests_are_sent_away(tmp_path: Path) -> None:
     with served(tmp_path / "s", limits=Limits(streams=3, waiting=2)) as (port, service):
         ask = Client(port)
