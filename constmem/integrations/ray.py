@@ -166,8 +166,14 @@ def _mapped(
     for name in columns:
         _column(name, schema.names)
     of_frames = "pandas" if isinstance(work, _Fitted) else "numpy"
+    from ray.data import TaskPoolStrategy  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
     made = dataset.select_columns(columns).map_batches(
-        work.__call__, batch_size=batch_size, batch_format=of_frames, concurrency=workers, num_cpus=1
+        work.__call__,
+        batch_size=batch_size,
+        batch_format=of_frames,
+        compute=TaskPoolStrategy(size=workers),
+        num_cpus=1,
     )
     rows: Iterable[dict[str, Any]] = made.iter_rows()
     return rows
