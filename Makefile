@@ -13,7 +13,7 @@ SHAPED := tests/laws/test_losses.py tests/laws/test_processes.py tests/laws/test
 	--ignore=tests/neural_processes/test_published.py --ignore=tests/neural_processes/test_older_weights.py \
 	--ignore=tests/point_processes/test_published_events.py
 
-.PHONY: demo test check docs engines-test attack store-attack bench wheel-test clean
+.PHONY: demo test check docs slow-test attack store-attack bench wheel-test clean
 
 demo: $(VENV)/.train  ## learn a power plant's rows as a stream, beside a forest; complete digits; draw both
 	$(BIN)/constmem demo
@@ -40,8 +40,8 @@ attack: $(VENV)/.dev  ## damaged files, odd calls, kills, races and limits; line
 store-attack: $(VENV)/.dev  ## a thousand kills of store, consumers and service, and odd requests: twelve minutes
 	$(BIN)/python -m pytest -m attack tests/attack/test_stores.py $(ARGS)
 
-engines-test: $(VENV)/.dev  ## models exported to ONNX, and two workers of Ray, against the library: a minute or two
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow tests/integrations $(ARGS)
+slow-test: $(VENV)/.dev  ## ONNX and Ray against the library, compiled losses of every model: two minutes
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not gpu" $(ARGS)
 
 wheel-test: $(VENV)/.dev  ## build wheel and sdist, install both in clean environments, run the demo there
 	$(BIN)/python -m pytest -m wheel tests/test_packaging.py $(ARGS)

@@ -122,11 +122,10 @@ class Model(nn.Module, ABC):
                 that is called so comes first only if it holds a model: config.json and model.safetensors.
             device: where to put it.
         """
-        if str(folder) in SHIPPED and not _holds_model(Path(folder)):
-            folder = SHIPPED[str(folder)]
+        folder = home_of(folder)
         where = None if device is None else checks.device(device)
         path, about = Path(folder) / CONFIG, _read_about(Path(folder))
-        content = _read_config(path)
+        content = read_config(path)
         kind = cls._named(content["model"], folder)
         known = about.get("sha256", {})
         tensors, header = read_tensors(
@@ -258,11 +257,13 @@ def _settings(kind: type[Model]) -> list[inspect.Parameter]:
     return list(found.values())
 
 
-def _holds_model(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in (CONFIG, WEIGHTS))
+def home_of(folder: str | os.PathLike[str]) -> Path:
+    """Where a model is: a folder, or that of weights which come with the package."""
+    here = all((Path(folder) / name).is_file() for name in (CONFIG, WEIGHTS))
+    return Path(folder) if here else SHIPPED.get(str(folder), Path(folder))
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """The name of a model and its config."""
     if not path.is_file():
         raise FileNotFoundError(

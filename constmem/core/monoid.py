@@ -2,7 +2,7 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from math import ceil, log
 from numbers import Real
@@ -13,10 +13,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from constmem.core import checks
-from constmem.core.files import read_tensors, write_tensors
+from constmem.core.files import packed, read_tensors, unpacked, write_tensors
 
 S = TypeVar("S", bound="State")
 M = TypeVar("M", bound="Monoid")
+A = TypeVar("A", bound=Any)
 NOTHING = ""  # the fingerprint of having seen nothing, which is the same for all weights
 
 
@@ -96,18 +97,33 @@ class State(ABC):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state, atomically, as a safetensors file with a versioned header."""
-        header = {"format": self.KIND, "version": str(self.VERSION), "fingerprint": self.fingerprint or ""}
-        write_tensors(path, self.tensors(), header)
+        write_tensors(path, self.tensors(), self._header())
+
+    def packed(self) -> bytes:
+        """What `save` writes, for a wire or another file."""
+        return bytes(packed(self.tensors(), self._header()))
+
+    def _header(self) -> dict[str, str]:
+        return {"format": self.KIND, "version": str(self.VERSION), "fingerprint": self.fingerprint or ""}
 
     @classmethod
     def load(cls: type[S], path: str | os.PathLike[str], device: torch.device | str | None = None) -> S:
         """Read a state that `save` wrote."""
-        tensors, header = read_tensors(path, kind=cls.KIND, version=cls.VERSION)
-        try:
-            state = cls.of_tensors(tensors, header.get("fingerprint") or None)
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged: it {error}; save the state again") from error
+        state = cls._read(str(path), *read_tensors(path, kind=cls.KIND, version=cls.VERSION))
         return state if device is None else state.to(device)
+
+    @classmethod
+    def unpacked(cls: type[S], content: bytes) -> S:
+        """The state that `packed` made these bytes of."""
+        what = f"a state of {len(content)} bytes"
+        return cls._read(what, *unpacked(content, what, kind=cls.KIND, version=cls.VERSION))
+
+    @classmethod
+    def _read(cls: type[S], what: str, tensors: dict[str, Tensor], header: dict[str, str]) -> S:
+        try:
+            return cls.of_tensors(tensors, header.get("fingerprint") or None)
+        except ValueError as error:
+            raise ValueError(f"{what} is damaged: it {error}; save the state again") from error
 
     def _mapped(self: S, function: Callable[[Tensor], Tensor]) -> S:
         """The same state with each of its tensors changed."""
@@ -126,6 +142,25 @@ class Monoid(State):
     @abstractmethod
     def merge(self: M, other: M) -> M:
         """The state of both sets of points together."""
+
+
+def merged(states: Iterable[A]) -> A | None:
+    """All states merged with their neighbours, as a tree of which only the open branches are held.
+
+    So few of many states exist at a time, and each is rounded log2 of their number times. None if there are
+    none. Whatever has a `merge` will do.
+    """
+    open_: list[tuple[int, A]] = []
+    for state in states:
+        height = 0
+        while open_ and open_[-1][0] == height:
+            state, height = open_.pop()[1].merge(state), height + 1
+        open_.append((height, state))
+    whole: A | None = None
+    while open_:
+        state = open_.pop()[1]
+        whole = state if whole is None else state.merge(whole)
+    return whole
 
 
 @dataclass(frozen=True)

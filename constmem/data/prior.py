@@ -22,35 +22,29 @@ LEAST, MOST = 24, 1024  # rows of a table's context
 NOISES = 5  # normal, Student's t, skewed, two peaks, even
 
 
-@dataclass(frozen=True)
-class Shown:
-    """How rows are shown to the model of residuals, in the standardised units of the target.
+def context_inputs(
+    mean: Float[Tensor, "*b"], y: Tensor, columns: Float[Tensor, "*b c"], sigma: Tensor
+) -> Float[Tensor, "*b x"]:
+    """How rows whose targets are known are shown to the model of residuals, in units of the target.
 
-    Context rows say what was predicted without them, their target and the deviation of such predictions;
-    rows to be predicted say the prediction, its deviation and the number of rows it is made of.
+    They say what was predicted without them, their target and the deviation of such predictions.
     """
+    blank = torch.zeros_like(mean)
+    return _side_by_side(columns, mean, y, blank, blank, _size(sigma).expand_as(mean))
 
-    @staticmethod
-    def context(
-        mean: Float[Tensor, "*b"], y: Float[Tensor, "*b"], columns: Float[Tensor, "*b c"], sigma: Tensor
-    ) -> Float[Tensor, "*b x"]:
-        """Inputs of rows whose targets are known."""
-        blank = torch.zeros_like(mean)
-        return _side_by_side(columns, mean, y, blank, blank, _size(sigma).expand_as(mean))
 
-    @staticmethod
-    def target(
-        mean: Float[Tensor, "*b"], deviation: Tensor, columns: Tensor, sigma: Tensor, rows: Tensor
-    ) -> Float[Tensor, "*b x"]:
-        """Inputs of rows that are to be predicted."""
-        wide = (deviation / sigma).log()
-        many = (rows.clamp(max=MOST) / LEAST).log().expand_as(mean)
-        return _side_by_side(columns, mean, torch.zeros_like(mean), wide, many, _size(sigma).expand_as(mean))
+def target_inputs(
+    mean: Float[Tensor, "*b"], deviation: Tensor, columns: Tensor, sigma: Tensor, rows: Tensor
+) -> Float[Tensor, "*b x"]:
+    """How rows to be predicted are shown: what is predicted, its deviation, and of how many rows."""
+    wide = (deviation / sigma).log()
+    many = (rows.clamp(max=MOST) / LEAST).log().expand_as(mean)
+    return _side_by_side(columns, mean, torch.zeros_like(mean), wide, many, _size(sigma).expand_as(mean))
 
-    @staticmethod
-    def residual(y: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
-        """How far targets lie from their predictions, in deviations."""
-        return ((y - mean) / deviation).clamp(-FAR, FAR)
+
+def residual_of(y: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+    """How far targets lie from their predictions, in deviations."""
+    return ((y - mean) / deviation).clamp(-FAR, FAR)
 
 
 def _size(sigma: Tensor) -> Tensor:
@@ -91,10 +85,10 @@ def table_tasks(batch: int, *, generator: torch.Generator, rows: int = 512, targ
     columns = x.gather(2, order)
     first, last = slice(0, rows), slice(rows, rows + targets)
     sigma = base.sigma[:, None]
-    xc = Shown.context(base.before, y[:, first], columns[:, first], sigma)
-    xt = Shown.target(base.mean, base.deviation, columns[:, last], sigma, count)
-    yc = Shown.residual(y[:, first], base.before, sigma)
-    yt = Shown.residual(y[:, last], base.mean, base.deviation)
+    xc = context_inputs(base.before, y[:, first], columns[:, first], sigma)
+    xt = target_inputs(base.mean, base.deviation, columns[:, last], sigma, count)
+    yc = residual_of(y[:, first], base.before, sigma)
+    yt = residual_of(y[:, last], base.mean, base.deviation)
     return Task(xc.float(), yc[..., None].float(), xt.float(), yt[..., None].float(), seen)
 
 

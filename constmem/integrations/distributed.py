@@ -4,13 +4,11 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load, save
 from torch import Tensor
 
-from constmem.core.monoid import Monoid
+from constmem.core.monoid import Monoid, merged
 
 M = TypeVar("M", bound=Monoid)
-NAME = "fingerprint"  # the tensor in which a state's signature travels; "-" where nobody knows it
 
 
 def all_merge(state: M, *, group: dist.ProcessGroup | None = None) -> M:
@@ -30,27 +28,11 @@ def all_merge(state: M, *, group: dist.ProcessGroup | None = None) -> M:
     if not isinstance(state, Monoid):
         raise TypeError(f"a {type(state).__name__} does not merge: only states of monoids can be shared so")
     where = state.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    parts = _gathered(_packed(state), where, group)
-    states = [_unpacked(part, state) for part in parts]
-    while len(states) > 1:  # pairs of neighbours, so that parts of event streams meet in their order
-        pairs = zip(states[::2], states[1::2], strict=False)
-        states = [a.merge(b) for a, b in pairs] + (states[-1:] if len(states) % 2 else [])
-    return states[0]
-
-
-def _packed(state: Monoid) -> Tensor:
-    """A state as bytes: what its file would hold."""
-    word = "-" if state.fingerprint is None else state.fingerprint
-    named = {name: t.detach().cpu().contiguous() for name, t in state.tensors().items()}
-    content = save(named | {NAME: torch.tensor(list(word.encode()), dtype=torch.uint8)})
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
-def _unpacked(content: Tensor, like: M) -> M:
-    tensors = load(content.cpu().numpy().tobytes())
-    word = bytes(tensors.pop(NAME).tolist()).decode()
-    made: M = type(like).of_tensors(tensors, None if word == "-" else word)
-    return made.to(like.device)
+    own = torch.frombuffer(bytearray(state.packed()), dtype=torch.uint8)
+    parts = _gathered(own, where, group)  # in the order of their ranks, so that event streams stay in theirs
+    whole = merged(type(state).unpacked(part.cpu().numpy().tobytes()) for part in parts)
+    assert whole is not None
+    return whole.to(state.device)
 
 
 def _gathered(content: Tensor, where: torch.device, group: dist.ProcessGroup | None) -> list[Tensor]:

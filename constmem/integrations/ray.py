@@ -1,6 +1,6 @@
 """States and estimators from a Ray Dataset: workers observe their blocks, and the states are merged."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from constmem.core.monoid import Monoid
+from constmem.core.monoid import merged
 from constmem.neural_processes import NeuralProcess
+from constmem.streams import require_one_size
 from constmem.streams.pool import StreamPool, condition_groups
 
 ROWS = 2**17  # observed at once by a worker
@@ -42,8 +43,7 @@ def condition_dataset(
     """
     _require(model, x, y)
     made = _mapped(dataset, _Conditioned(_folder(model), [*x], [*y]), [*x, *y], batch_size, workers)
-    kind = model.state_type
-    state: Any = _merged((_state(kind, row["state"]) for row in made), lambda a, b: a.merge(b))
+    state: Any = merged(model.state_type.unpacked(row["state"]) for row in made)
     return model.empty(1) if state is None else state.to(model.device)
 
 
@@ -64,11 +64,11 @@ def condition_groups_dataset(
     """
     _require(model, x, y)
     work = _Grouped(_folder(model), [*x], [*y], key)
-    kind, pool = model.state_type, StreamPool(model)
+    pool = StreamPool(model)
     for row in _mapped(dataset, work, [key, *x, *y], batch_size, workers):
         names: list[Hashable] = [k.item() if hasattr(k, "item") else k for k in row["keys"]]
         part = StreamPool(model)
-        part.put(names, _state(kind, row["state"]).to(model.device))
+        part.put(names, model.state_type.unpacked(row["state"]).to(model.device))
         pool.merge(part)
     return pool
 
@@ -89,11 +89,9 @@ def fit_dataset(
     names = [name for name in first.columns if name != target]
     one.fit(first[names], first[target])
     base = one.spawn()
-    work = _Fitted(type(one), _bytes(base), names, target)
+    work = _Fitted(type(one), _saved(base), names, target)
     rows = _mapped(dataset, work, [*names, target], batch_size, workers)
-    loaded = (_state(type(one), row["state"]) for row in rows)
-    found = _merged(loaded, lambda a, b: a.merge(b))
-    one.learner_ = base.merge(found).learner_
+    one.learner_ = base.merge(merged(_loaded(type(one), row["state"]) for row in rows)).learner_
     return estimator
 
 
@@ -124,7 +122,7 @@ class _Conditioned:
         model = self._loaded()
         x, y = (self._rows(batch, columns)[None].to(model.dtype) for columns in (self.x, self.y))
         with torch.no_grad():
-            return {"state": _cell(_bytes(model.condition(x, y)))}
+            return {"state": _cell(model.condition(x, y).packed())}
 
 
 class _Grouped(_Conditioned):
@@ -140,7 +138,7 @@ class _Grouped(_Conditioned):
         names, state = condition_groups(model, batch[self.key], x, y)
         keys = np.empty(1, object)
         keys[0] = np.asarray(names)
-        return {"keys": keys, "state": _cell(_bytes(state))}
+        return {"keys": keys, "state": _cell(state.packed())}
 
 
 class _Fitted:
@@ -151,9 +149,9 @@ class _Fitted:
 
     def __call__(self, batch: Any) -> dict[str, Any]:
         torch.set_num_threads(1)
-        own = _state(self.kind, self.base)
+        own = _loaded(self.kind, self.base)
         own.partial_fit(batch[self.names], batch[self.target])
-        return {"state": _cell(_bytes(own))}
+        return {"state": _cell(_saved(own))}
 
 
 def _mapped(
@@ -179,24 +177,8 @@ def _mapped(
     return rows
 
 
-def _merged(parts: Iterable[T], merge: Callable[[T, T], T]) -> T | None:
-    """All parts merged as a tree, of which only the open branches are held: log2 of the parts, at most."""
-    open_: list[tuple[int, T]] = []
-    for part in parts:
-        height = 0
-        while open_ and open_[-1][0] == height:
-            part, height = merge(open_.pop()[1], part), height + 1
-        open_.append((height, part))
-    whole: T | None = None
-    while open_:
-        part = open_.pop()[1]
-        whole = part if whole is None else merge(part, whole)
-    return whole
-
-
 def _require(model: NeuralProcess[Any, Any], x: Sequence[str], y: Sequence[str]) -> None:
-    if not issubclass(model.state_type, Monoid) or model.name in ("tnpd", "eqtnp", "lbanp"):
-        raise TypeError(f"{type(model).__name__} stores its data: only states of constant size are gathered")
+    require_one_size(model, model.empty(1))
     for what, given, dim in (("x", x, model.dim_x), ("y", y, model.dim_y)):
         if isinstance(given, str) or len(given) != dim:
             raise ValueError(f"{what}={given!r}: a list of {dim} column(s) is needed")
@@ -222,14 +204,14 @@ def _cell(content: bytes) -> Any:
     return made
 
 
-def _bytes(state: Any) -> bytes:
-    """The file that a state or an estimator is saved as."""
+def _saved(estimator: Any) -> bytes:
+    """The file that an estimator is saved as."""
     with TemporaryDirectory() as folder:
-        state.save(Path(folder) / "state")
-        return (Path(folder) / "state").read_bytes()
+        estimator.save(Path(folder) / "estimator")
+        return (Path(folder) / "estimator").read_bytes()
 
 
-def _state(kind: Any, content: bytes) -> Any:
+def _loaded(kind: Any, content: bytes) -> Any:
     with TemporaryDirectory() as folder:
-        (Path(folder) / "state").write_bytes(content)
-        return kind.load(Path(folder) / "state")
+        (Path(folder) / "estimator").write_bytes(content)
+        return kind.load(Path(folder) / "estimator")

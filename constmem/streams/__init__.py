@@ -38,6 +38,15 @@ def checked(keys: Sequence[Hashable]) -> list[Hashable]:
     return names
 
 
+def require_one_size(model: AnyModel, one: Any) -> None:
+    """Refuse models whose states grow; `one` is of nothing yet."""
+    if any(0 in t.shape for t in one.tensors().values()):
+        raise ValueError(
+            f"states of one size are needed, and those of {type(model).__name__} grow with what they are "
+            "shown: use CMANP, CNP, NP or CMHP, or a Stream for each key"
+        )
+
+
 def grouped(
     names: list[Hashable], points: int
 ) -> tuple[list[Hashable], list[tuple[list[Hashable], NDArray[np.int64]]]]:

@@ -16,7 +16,7 @@ from constmem.core.files import read_tensors, write_tensors
 from constmem.core.monoid import NOTHING, State
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
-from constmem.streams import AnyModel, checked, grouped, listed, rows_of
+from constmem.streams import AnyModel, checked, grouped, listed, require_one_size, rows_of
 
 KIND, VERSION = "constmem.pool", 1
 KEYS = "keys"  # the tensor of a file that holds them, as JSON in UTF-8
@@ -57,11 +57,7 @@ class StreamPool:
             checks.positive("most", most)
         self.model, self.most = model, most
         one = model.empty(1) if isinstance(model, NeuralProcess) else model.empty(0.0)
-        if any(0 in t.shape for t in one.tensors().values()):
-            raise ValueError(
-                f"a pool needs states of one size, and those of {type(model).__name__} grow with what they "
-                "are shown: use a Stream for each key"
-            )
+        require_one_size(model, one)
         self._blank: State = one
         self._table = {name: t[:0] for name, t in one.tensors().items()}
         self._places: dict[Hashable, int] = {}  # by key, the least recently observed first

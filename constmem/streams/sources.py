@@ -8,13 +8,12 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from itertools import chain
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from constmem.core.model import CONFIG, SHIPPED, _read_config
+from constmem.core.model import CONFIG, home_of, read_config
 from constmem.core.registry import EVENTS
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
@@ -34,9 +33,8 @@ class BadRowError(ValueError):
 
 def load_model(folder: str | os.PathLike[str]) -> AnyModel:
     """Whatever model a folder holds, of points or of events, or one that comes with the package."""
-    home = SHIPPED.get(str(folder), Path(folder))
-    own = home if (Path(folder) / CONFIG).is_file() is False else Path(folder)
-    family: Any = PointProcess if _read_config(own / CONFIG)["model"] in EVENTS else NeuralProcess
+    about = read_config(home_of(folder) / CONFIG)
+    family: Any = PointProcess if about["model"] in EVENTS else NeuralProcess
     found: AnyModel = family.from_pretrained(folder)
     return found
 

@@ -2,7 +2,7 @@
 
 import warnings
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, reduce
 
 import torch
 from jaxtyping import Float, Int
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from constmem.core.moments import Moments
 from constmem.core.state import AttentionState
-from constmem.data.prior import FOLDS, SHOWN, Shown
+from constmem.data.prior import FOLDS, SHOWN, context_inputs, residual_of, target_inputs
 from constmem.neural_processes import CMANP
 from constmem.tabular.answers import Answer, Shape
 from constmem.tabular.evidence import at, posterior
@@ -51,12 +51,10 @@ class Residuals:
         """Weights for each fold of the warm-up, and no rows seen."""
         phi, fold = features(x), fold_of(x)
         parts = [Moments.observe(phi[fold == i], y[fold == i]) for i in range(FOLDS)]
-        whole = parts[0].merge(parts[1]).merge(parts[2]).merge(parts[3])
-        found = posterior(whole, features.groups)
+        found = posterior(reduce(Moments.merge, parts), features.groups)
         weights = []
         for i in range(FOLDS):
-            others = [part for j, part in enumerate(parts) if j != i]
-            rest = others[0].merge(others[1]).merge(others[2])
+            rest = reduce(Moments.merge, parts[:i] + parts[i + 1 :])
             own = at(rest, features.groups, found.precisions, found.noise, found.freedom)
             weights.append(own.weights)
         blank = torch.ones(y.shape[1], dtype=torch.float64)
@@ -136,8 +134,8 @@ class Residuals:
         before = self._before(phi, fold_of(x))
         shown = self._shown(features, x)
         sigma = self.sigma[:, None]
-        inputs = Shown.context(before.mT, y.mT, shown.expand(len(sigma), -1, -1), sigma)
-        left = Shown.residual(y.mT, before.mT, sigma)[..., None]
+        inputs = context_inputs(before.mT, y.mT, shown.expand(len(sigma), -1, -1), sigma)
+        left = residual_of(y.mT, before.mT, sigma)[..., None]
         with torch.no_grad():
             state: AttentionState = shipped().observe(inputs.float(), left.float())
         return state
@@ -153,7 +151,7 @@ class Residuals:
         shown, sigma = self._shown(features, x), self.sigma[:, None]
         rows = self.state.count.double()[:, None]
         wide = shown.expand(len(sigma), -1, -1)
-        inputs = Shown.target(answer.mean.mT, deviation.mT, wide, sigma, rows)
+        inputs = target_inputs(answer.mean.mT, deviation.mT, wide, sigma, rows)
         with torch.no_grad():
             law = shipped().query(self.state, inputs.float())
         normals, log_weight = law.components, law.log_weight  # type: ignore[attr-defined]

@@ -3,7 +3,17 @@
 import torch
 
 from constmem.data import table_tasks
-from constmem.data.prior import CHANNELS, FAR, LEAST, Shown, _factor, _solved, _strength
+from constmem.data.prior import (
+    CHANNELS,
+    FAR,
+    LEAST,
+    _factor,
+    _solved,
+    _strength,
+    context_inputs,
+    residual_of,
+    target_inputs,
+)
 from constmem.data.task import Task
 
 
@@ -39,11 +49,11 @@ def test_residuals_are_about_as_large_as_they_are_said_to_be() -> None:
 def test_what_a_row_is_shown_as_says_nothing_of_a_target_that_is_not_known() -> None:
     mean, deviation, columns = torch.zeros(3), torch.ones(3), torch.zeros(3, 4)
     sigma, rows = torch.tensor(0.5), torch.tensor(100.0)
-    asked = Shown.target(mean, deviation, columns, sigma, rows)
-    known = Shown.context(mean, torch.tensor([1.0, 2.0, 3.0]), columns, sigma)
+    asked = target_inputs(mean, deviation, columns, sigma, rows)
+    known = context_inputs(mean, torch.tensor([1.0, 2.0, 3.0]), columns, sigma)
     assert torch.equal(asked[:, 1], torch.zeros(3))
     assert torch.equal(known[:, 1], torch.tensor([1.0, 2.0, 3.0]))
-    assert float(Shown.residual(torch.tensor(1e9), torch.tensor(0.0), sigma)) == FAR
+    assert float(residual_of(torch.tensor(1e9), torch.tensor(0.0), sigma)) == FAR
 
 
 def test_the_regression_inside_is_ridge_regression_and_finds_how_much_noise_there_is() -> None:

@@ -16,7 +16,7 @@ from constmem.integrations.onnx import export
 from constmem.neural_processes import CNP
 from constmem.neural_processes.points import Scales
 
-pytestmark = [pytest.mark.slow, pytest.mark.compiles]  # `make engines-test`
+pytestmark = [pytest.mark.slow, pytest.mark.compiles]  # `make slow-test`
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 from constmem.integrations.onnx_runner import Runner  # noqa: E402

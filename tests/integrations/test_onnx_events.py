@@ -11,7 +11,7 @@ from constmem import CMHP
 from constmem.integrations.onnx import export, export_named
 from constmem.point_processes.states import ConstantState
 
-pytestmark = [pytest.mark.slow, pytest.mark.compiles]  # `make engines-test`
+pytestmark = [pytest.mark.slow, pytest.mark.compiles]  # `make slow-test`
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 from constmem.integrations.onnx_runner import EventRunner, Runner  # noqa: E402

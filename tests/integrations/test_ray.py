@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow  # starting workers takes its time: make engines-test
+pytestmark = pytest.mark.slow  # starting workers takes its time: make slow-test
 ROOT = Path(__file__).parents[2]
 WORK = """
 import json
@@ -117,7 +117,7 @@ def test_what_cannot_be_done_is_said_before_or_with_the_column(result: dict[str,
     missing, text, stored, target, infinite = result["refused"]
     assert "no column 'c'" in missing
     assert "a list of 2 column(s) is needed" in text
-    assert "stores its data" in stored
+    assert "those of LBANP grow with what they are shown" in stored
     assert "no column 'price'" in target
     assert "column 'b' holds inf" in infinite
 
