@@ -6,7 +6,7 @@ import json
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ KIND, VERSION = "constmem.model", 1
 CONFIG, WEIGHTS, ABOUT = "config.json", "model.safetensors", "about.json"
 _NOTHING = nullcontext()
 AnyModel = TypeVar("AnyModel", bound="Model")
+R = TypeVar("R")
 _ANY = object()  # equal to no setting
 
 
@@ -193,6 +194,28 @@ class Model(nn.Module, ABC):
             return _NOTHING
         assert self._signature is not None  # by which they were named
         return self._signature[0]
+
+    def _while_looking(self, work: Callable[[], R]) -> R:
+        """Do this with one look at the weights. A GPU looks meanwhile: if they have changed, do it again."""
+        weights = None if self._signature is None else self._signature[0]
+        ready = weights is not None and weights.on_gpu and not weights.fresh and not checks.traced(self.device)
+        if weights is None or not ready or not weights.begin(self._signed_by()):
+            with self._look():
+                return work()
+        failure = None
+        try:
+            with weights:
+                result = work()
+        except Exception as error:  # perhaps of weights that are no more
+            failure = error
+        finally:
+            same = weights.held()
+        if not same:
+            with self._look():
+                return work()
+        if failure is not None:
+            raise failure
+        return result
 
     def _signed(self, state: Any) -> Any:
         """Name the weights that made a state, in training too: they have another name after each step."""

@@ -194,12 +194,7 @@ class Snapshot:
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these, one by one, have the shapes, kinds and bits of those the snapshot was taken of."""
-        if (
-            self._now is not None
-            and list(map(Tensor.data_ptr, tensors)) == self._where
-            and all(map(Tensor.is_contiguous, tensors))  # in the order that it was
-            and list(map(Tensor.numel, tensors)) == self._sizes
-        ):
+        if self._now is not None and self._in_place(tensors):
             return self._now() == self._sum
         tensors = [t.detach() for t in tensors]
         if [(t.shape, t.dtype, t.device) for t in tensors] != self._kinds:
@@ -207,6 +202,27 @@ class Snapshot:
         if self._copy is not None:
             return all(torch.equal(a, b) for a, b in zip(_bits(tensors), self._copy, strict=True))
         return self._summed(tensors)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU looks, which may do so while it is given other work."""
+        return isinstance(self._now, Checksum)
+
+    def begin(self, tensors: Sequence[Tensor]) -> bool:
+        """Have a GPU look at these, if they lie there where they lay; `held`, in this thread, must follow."""
+        return isinstance(self._now, Checksum) and self._in_place(tensors) and self._now.begin()
+
+    def held(self) -> bool:
+        """What `holds` would have said when the look was begun: it waits for that."""
+        assert isinstance(self._now, Checksum)
+        return self._now.end() == self._sum
+
+    def _in_place(self, tensors: Sequence[Tensor]) -> bool:
+        return (
+            list(map(Tensor.data_ptr, tensors)) == self._where
+            and all(map(Tensor.is_contiguous, tensors))  # in the order that it was
+            and list(map(Tensor.numel, tensors)) == self._sizes
+        )
 
     def __enter__(self) -> None:
         """Inside of `with snapshot`, which was just seen to hold, this thread need not look again."""
@@ -248,8 +264,7 @@ def _checksum(tensors: Sequence[Tensor]) -> Callable[[], int | None] | None:
     if not able or not all(t.data_ptr() or t.numel() == 0 for t in tensors):  # memory was given back
         return None
     if gpu.usable(device := where.pop()):
-        found = None if CHECKSUM.failed else CHECKSUM.attempt(lambda: Checksum(tensors))
-        return None if found is None else lambda: CHECKSUM.attempt(found)
+        return None if CHECKSUM.failed else CHECKSUM.attempt(lambda: Checksum(tensors))
     return cpu.checksum(tensors) if device.type == "cpu" and cpu.usable() else None
 
 

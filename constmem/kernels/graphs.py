@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from constmem.kernels import gpu
-from constmem.kernels.paths import CAPTURED, GRAPHS
+from constmem.kernels.paths import CAPTURED, CHECKSUM, GRAPHS
 
 LARGEST = 2**22  # numbers given: beyond, launches are no longer what takes the time
 PATIENCE = 2  # calls before one is worth capturing
@@ -111,7 +111,10 @@ def _graph(work: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CU
 
 
 class Checksum:
-    """A number that changes with any bit of some tensors on a GPU: one launch, one copy and one wait."""
+    """A number that changes with any bit of some tensors on a GPU: one launch, one copy and one wait.
+
+    Between `begin` and `end` the GPU can be given other work, so that one wait serves for both.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         kernels, before, device = gpu.observing(), 0, tensors[0].device
@@ -125,23 +128,43 @@ class Checksum:
         self._table = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 3)
         self._sums = torch.empty(len(rows), dtype=torch.int64, device=device)
         self._here = torch.empty(len(rows), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._bits, self._calls, self._one_at_a_time = 8 * word, 0, threading.Lock()
+        self._bits, self._calls, self._one_at_a_time = 8 * word, 0, threading.RLock()
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def __call__(self) -> int:
-        with self._one_at_a_time:
-            self._calls += 1
-            if self._calls == LOOKS and self._table.is_cuda and not CAPTURED.failed:
-                found = CAPTURED.attempt(lambda: _graph(self._launch, self._table.device))
-                self._graph = None if found is None else found[0]
-            if self._graph is None:
-                self._launch()
-            else:
-                self._graph.replay()
-            if self._table.is_cuda:
-                torch.cuda.current_stream(self._table.device).synchronize()
-            total: int = sum(self._here.tolist()) % 2**64
-        return total
+    def __call__(self) -> int | None:
+        """The number; None where it could not be found."""
+        return self.end() if self.begin() else None
+
+    def begin(self) -> bool:
+        """Have the GPU look, if it can; `end` must follow, in this thread."""
+        self._one_at_a_time.acquire()
+        begun = CHECKSUM.attempt(self._begin)
+        if begun is None:
+            self._one_at_a_time.release()
+        return begun is not None
+
+    def end(self) -> int | None:
+        """Wait for what was begun."""
+        try:
+            return CHECKSUM.attempt(self._end)
+        finally:
+            self._one_at_a_time.release()
+
+    def _begin(self) -> bool:
+        self._calls += 1
+        if self._calls == LOOKS and self._table.is_cuda and not CAPTURED.failed:
+            found = CAPTURED.attempt(lambda: _graph(self._launch, self._table.device))
+            self._graph = None if found is None else found[0]
+        if self._graph is None:
+            self._launch()
+        else:
+            self._graph.replay()
+        return True
+
+    def _end(self) -> int:
+        if self._table.is_cuda:
+            torch.cuda.current_stream(self._table.device).synchronize()
+        return int(sum(self._here.tolist()) % 2**64)
 
     def _launch(self) -> None:
         gpu.observing().checksum(self._table, self._bits, self._sums)

@@ -165,17 +165,20 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
         """The state with more points; old ones are never needed, and nothing is read."""
         if chunk is not None:
             checks.positive("chunk", chunk)
-        with self._look():
+
+        def extended() -> S:
             self._require_own(state)
             self._check(x, y, mask, values=False)
             if x.shape[0] != (batch := state.batch):
                 raise ValueError(
                     f"x is a batch of {x.shape[0]}, but the state one of {batch}: they must be the same"
                 )
-            state = self._extended(state, x, y, mask, chunk)
-            if state.fingerprint == NOTHING:  # there was nothing before: these weights have made all of it
-                state = self._signed(state)
-        return state
+            made = self._extended(state, x, y, mask, chunk)
+            if made.fingerprint == NOTHING:  # there was nothing before: these weights have made all of it
+                made = self._signed(made)
+            return made
+
+        return self._while_looking(extended)
 
     def predict(self, memory: M, xt: Float[Tensor, "b m x"], *, chunk: int = 4096) -> Distribution:
         """The predictive distribution at the targets, from what `read` gave."""
@@ -191,8 +194,12 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
 
     def query(self, state: S, xt: Float[Tensor, "b m x"], *, chunk: int = 4096) -> Distribution:
         """The predictive distribution at the targets: `predict(read(state), xt)`."""
-        self._require_own(state)
-        self._check_targets(xt)
+
+        def check() -> None:
+            self._require_own(state)
+            self._check_targets(xt)
+
+        self._while_looking(check)
         return self.predict(self.read(state), xt, chunk=chunk)
 
     def forward(

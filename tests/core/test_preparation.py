@@ -383,3 +383,64 @@ def test_every_model_can_be_quantized_and_predicts_about_the_same(name: str) -> 
             x, y, xt, _ = (t.float() for t in made.data())
             exact, found = (m.query(m.condition(x, y), xt).mean for m in (model, smaller))
     assert float((found - exact).abs().mean()) < 0.3
+
+
+@pytest.fixture
+def looks_later(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have snapshots look as on a GPU: begun before the work, awaited after it; what was done, in order."""
+    done: list[str] = []
+    begun: list[Any] = []
+
+    def begin(snapshot: Snapshot, tensors: list[Tensor]) -> bool:
+        done.append("begun")
+        begun.append(snapshot.holds(tensors))
+        return True
+
+    def held(_: Snapshot) -> bool:
+        done.append("held")
+        return bool(begun.pop())
+
+    monkeypatch.setattr(Snapshot, "on_gpu", True)
+    monkeypatch.setattr(Snapshot, "begin", begin)
+    monkeypatch.setattr(Snapshot, "held", held)
+    return done
+
+
+def test_a_look_that_ends_after_the_work_finds_the_same(looks_later: list[str]) -> None:
+    model, (x, y) = small(), points()
+    with torch.no_grad():
+        state = model.condition(x, y)
+        looks_later.clear()
+        later = model.update(state, x[:, :1], y[:, :1])
+        assert looks_later == ["begun", "held"]
+        one_weight(model)
+        for refused in (lambda: model.update(state, x[:, :1], y[:, :1]), lambda: model.query(state, x)):
+            with pytest.raises(ValueError, match="made by other weights"):
+                refused()
+        again = model.condition(x, y)
+        new = model.update(again, x[:, :1], y[:, :1])
+        other = copy.deepcopy(model)
+        assert torch.equal(new.value, other.update(other.condition(x, y), x[:, :1], y[:, :1]).value)
+        assert not torch.allclose(new.value, later.value)
+        assert model.query(new, x).mean.isfinite().all()
+
+
+def test_what_failed_with_weights_that_are_no_more_is_done_again(looks_later: list[str]) -> None:
+    model, (x, y) = small(), points()
+    with torch.no_grad():
+        model.condition(x, y)
+        old = model.fingerprint()
+        one_weight(model)
+        seen: list[str] = []
+
+        def work() -> str:
+            seen.append(model.fingerprint())
+            if len(seen) == 1:
+                raise RuntimeError("of the old weights")
+            return "done"
+
+        assert model._while_looking(work) == "done"
+        assert seen == [old, model.fingerprint()] and old != seen[1]
+        with pytest.raises(ZeroDivisionError):  # and what fails by itself still does, once
+            model._while_looking(lambda: seen.append("more") or 1 // 0)  # type: ignore[func-returns-value]
+    assert seen.count("more") == 1 and looks_later.count("begun") == looks_later.count("held")
