@@ -198,7 +198,9 @@ class Model(nn.Module, ABC):
     def _while_looking(self, work: Callable[[], R]) -> R:
         """Do this with one look at the weights. A GPU looks meanwhile: if they have changed, do it again."""
         weights = None if self._signature is None else self._signature[0]
-        ready = weights is not None and weights.on_gpu and not weights.fresh and not checks.traced(self.device)
+        ready = (
+            weights is not None and weights.on_gpu and not weights.fresh and not checks.traced(self.device)
+        )
         if weights is None or not ready or not weights.begin(self._signed_by()):
             with self._look():
                 return work()

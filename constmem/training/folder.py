@@ -28,6 +28,7 @@ KIND, VERSION = "constmem.checkpoint", 1
 RUN, CHECKPOINT, LOCK = "run.json", "checkpoint.safetensors", "lock"
 TABLE, EVENTS = "table.safetensors", "events.safetensors"  # the rows or events of a run on one's own data
 WRITTEN = (CONFIG, WEIGHTS, CHECKPOINT, METRICS, TABLE, EVENTS, "eval.json")  # beside run.json
+LOST = 3  # steps between two lines of the log that may be passed over
 _log = logging.getLogger("constmem")
 
 
@@ -262,11 +263,20 @@ class Keeper:
         if log.validation(step, score):
             self.model.save_pretrained(self.out)
 
-    def require_finite(self, losses: list[float], done: int) -> None:
-        """Stop where one of the losses of the last steps, up to `done`, is not finite, naming the first."""
-        for step, loss in enumerate(losses, done - len(losses) + 1):
-            if not math.isfinite(loss):
-                raise self._stopped(f"the loss became {loss} at step {step}")
+    def last_finite(self, losses: list[float], done: int) -> float:
+        """The last finite loss of the steps up to `done`; stop where too many are not, naming the first."""
+        found = [loss for loss in losses if math.isfinite(loss)]
+        if lost := len(losses) - len(found):
+            first = next(
+                i for i, loss in enumerate(losses, done - len(losses) + 1) if not math.isfinite(loss)
+            )
+            if not found or lost > LOST:
+                raise self._stopped(f"the loss became {losses[first - done - 1]} at step {first}")
+            _log.warning(
+                "%d of the last %d steps, the first of them step %d, had a loss or gradients that are not "
+                "finite: their batches were passed over", lost, len(losses), first,
+            )  # fmt: skip
+        return found[-1]
 
     def _require_sound(self, tensors: dict[str, Tensor], step: int) -> None:
         """Stop rather than write weights, or moments of the optimiser, that nobody can go on from."""

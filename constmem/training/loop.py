@@ -26,7 +26,7 @@ from constmem.training.folder import CHECKPOINT, Keeper, StoppedError, claimed, 
 from constmem.training.log import Log, Losses
 from constmem.training.recipes import SAID_BY_DATA, EventRecipe, PointRecipe, Recipe
 from constmem.training.sources import Source, open_source
-from constmem.training.steps import ByShape, Muon, captured
+from constmem.training.steps import ByShape, Muon, captured, clipped
 
 LOG_EVERY = 50
 SMALL = 200_000  # parameters of a model that one thread trains as fast as two
@@ -128,9 +128,9 @@ def train(
             if done % LOG_EVERY and done < last and not interrupted and not validates:
                 continue
             found = losses.read()
-            keeper.require_finite(found, done)
-            log.step(done, found[-1], _rate(run.recipe, done - 1))
-            report(done, f"loss {found[-1]:.3f}")
+            loss = keeper.last_finite(found, done)
+            log.step(done, loss, _rate(run.recipe, done - 1))
+            report(done, f"loss {loss:.3f}")
             if validates:
                 keeper.validated(done, _validate(model, source), log)
             if interrupted or done == last or time.monotonic() - saved > save_every:
@@ -221,10 +221,9 @@ def _stepper(
             loss = source.loss(model, loss_of, batch, generator)
         optimiser.zero_grad()
         loss.backward()
-        if recipe.clip > 0:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip, foreach=True)
+        sound = clipped(weights, recipe.clip)
         optimiser.step()
-        return loss.detach()
+        return torch.where(sound, loss.detach(), math.nan)
 
     def step() -> Tensor:
         return taken(source.sample(generator), generator)

@@ -179,6 +179,24 @@ def _matrices(model: nn.Module) -> list[nn.Parameter]:
     return list(dict.fromkeys(found))
 
 
+def clipped(parameters: Sequence[Tensor], most: float) -> Tensor:
+    """Shorten the gradients to a norm of `most` (0: not at all); zeros where one is not finite.
+
+    Whether all were finite is returned. One task in millions can have a likelihood beyond all numbers: its
+    batch is passed over, and nobody waits for a device to say so.
+    """
+    grads = _grads(parameters)
+    if not grads:
+        return torch.tensor(True)
+    norm = torch.nn.utils.get_total_norm(grads, foreach=True)
+    sound = norm.isfinite()
+    scale = (most / (norm + 1e-6)).clamp_max(1.0) if most > 0 else torch.ones_like(norm)
+    flat = torch.where(sound, torch.cat([g.flatten() for g in grads]) * scale, 0.0)
+    parts = flat.split([g.numel() for g in grads])
+    torch._foreach_copy_(grads, [part.view_as(g) for part, g in zip(parts, grads, strict=True)])
+    return sound
+
+
 WARM = 3  # steps before a graph of the only shape there is
 MET = 2  # the time at which a shape of events is met that its graph is captured
 

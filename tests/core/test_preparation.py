@@ -440,7 +440,9 @@ def test_what_failed_with_weights_that_are_no_more_is_done_again(looks_later: li
             return "done"
 
         assert model._while_looking(work) == "done"
-        assert seen == [old, model.fingerprint()] and old != seen[1]
+        assert seen == [old, model.fingerprint()]
+        assert old != seen[1]
         with pytest.raises(ZeroDivisionError):  # and what fails by itself still does, once
             model._while_looking(lambda: seen.append("more") or 1 // 0)  # type: ignore[func-returns-value]
-    assert seen.count("more") == 1 and looks_later.count("begun") == looks_later.count("held")
+    assert seen.count("more") == 1
+    assert looks_later.count("begun") == looks_later.count("held")

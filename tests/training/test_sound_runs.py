@@ -1,7 +1,9 @@
 """Runs that go wrong: reported at once and exactly, and never at the cost of what was good before."""
 
+import copy
 import json
 from collections.abc import Callable
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from constmem.training.folder import CHECKPOINT, StoppedError
 from constmem.training.log import Log, Losses, read_metrics
 from constmem.training.loop import Run
 from constmem.training.recipes import changed, recipe
+from constmem.training.steps import clipped
 
 
 def small_run(*more: str, model: str = "cnp") -> Run:
@@ -50,22 +53,43 @@ def spoils_losses(monkeypatch: pytest.MonkeyPatch, bad: dict[int, float]) -> Non
 # Losses
 
 
-@pytest.mark.parametrize(("factor", "told"), [(float("nan"), "nan"), (float("-inf"), "-?inf")])
-def test_the_first_step_whose_loss_is_not_finite_is_named_though_few_are_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float, told: str
+@pytest.mark.parametrize("factor", [float("nan"), float("-inf")])
+def test_where_many_losses_are_not_finite_the_first_step_is_named_though_few_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
 ) -> None:
-    spoils_losses(monkeypatch, {7: factor, 8: float("nan"), 12: float("nan")})
-    with pytest.raises(StoppedError, match=rf"became {told} at step 7: .*smaller lr .*no checkpoint yet$"):
+    spoils_losses(monkeypatch, dict.fromkeys([7, 8, 9, 12], factor))
+    with pytest.raises(StoppedError, match=r"became nan at step 7: .*smaller lr .*no checkpoint yet$"):
         train.train(small_run(), out=tmp_path)
 
 
-def test_a_loss_that_was_not_finite_is_found_though_later_ones_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("optimiser", ["adam", "muon"])
+def test_a_single_batch_whose_loss_is_not_finite_is_passed_over_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, optimiser: str
 ) -> None:
-    spoils_losses(monkeypatch, {3: float("nan")})
-    monkeypatch.setattr(torch.optim.Adam, "step", lambda *_, **__: None)  # so the weights stay good
-    with pytest.raises(StoppedError, match="became nan at step 3"):
-        train.train(small_run("optimiser=adam"), out=tmp_path)
+    spoils_losses(monkeypatch, {3: float("nan"), 5: float("inf")})
+    train.train(small_run(f"optimiser={optimiser}"), out=tmp_path)
+    assert "2 of the last" in caplog.text
+    assert "the first of them step 3" in caplog.text
+    assert all(p.isfinite().all() for p in CNP.from_pretrained(tmp_path).parameters())
+    assert all(isfinite(entry["loss"]) for entry in strict_entries(tmp_path) if "loss" in entry)
+
+
+@pytest.mark.parametrize("most", [0.0, 0.5, 100.0])
+def test_gradients_are_clipped_as_by_pytorch_and_are_nothing_where_one_is_not_finite(most: float) -> None:
+    ours = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((3, 4), (5,), ())]
+    theirs = copy.deepcopy(ours)
+    for a, b in zip(ours, theirs, strict=True):
+        a.grad = torch.randn(a.shape)
+        b.grad = a.grad.clone()
+    assert bool(clipped(ours, most))
+    torch.nn.utils.clip_grad_norm_(theirs, most or float("inf"))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    assert ours[0].grad is not None
+    for bad in (float("nan"), float("inf")):
+        ours[0].grad[1, 2] = bad
+        assert not bool(clipped(ours, most))
+        assert all(p.grad is not None and bool((p.grad == 0).all()) for p in ours)
 
 
 def test_the_last_good_checkpoint_is_named_with_its_step_and_left_as_it_is(
@@ -74,7 +98,7 @@ def test_the_last_good_checkpoint_is_named_with_its_step_and_left_as_it_is(
     train.train(small_run(), out=tmp_path, stop_after=4)
     files = [tmp_path / CHECKPOINT, tmp_path / "model.safetensors"]
     before = [path.read_bytes() for path in files]
-    spoils_losses(monkeypatch, {2: float("nan")})
+    spoils_losses(monkeypatch, dict.fromkeys([2, 3, 4, 5], float("nan")))
     with pytest.raises(StoppedError) as caught:
         train.train(small_run(), out=tmp_path, resume=True)
     message = str(caught.value)
@@ -155,6 +179,7 @@ def test_moments_of_the_optimiser_that_overflowed_are_not_a_checkpoint_to_go_on_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoils_losses(monkeypatch, {1: 1e25})
+    monkeypatch.setattr(train, "clipped", lambda *_: torch.tensor(True))  # which would pass it over
     with pytest.raises(StoppedError, match=r"left optimiser\S*exp_avg"):
         train.train(small_run("optimiser=adam", "clip=0"), out=tmp_path, stop_after=1)
     assert not (tmp_path / CHECKPOINT).exists()
