@@ -105,7 +105,7 @@ def main() -> None:
         rows.append(row)
         times_of = f"{row['before']:9.4f} -> {row['milliseconds']:9.4f} ms"
         print(f"{name:24} {times_of}  {row['ratio']}x {row['ratios']}", flush=True)
-    data = "uniform random points, 2 inputs, 3 outputs; ratios: this checkout's time over the other's, each round"
+    data = "uniform random points, 2 inputs, 3 outputs; ratios: our time over the other's in each round"
     about = provenance(0, data, torch.device(asked.device))
     kept = json.loads(asked.out.read_text())["rows"] if asked.out.exists() else []
     rows += [row for row in kept if row["device"] != asked.device]
