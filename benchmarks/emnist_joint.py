@@ -18,8 +18,7 @@ from record import provenance, save
 
 from constmem import NeuralProcess
 from constmem.data import image_points, load_images
-from constmem.neural_processes.joint import joint_log_prob, sample_jointly
-from constmem.neural_processes.low_rank import JointNormal
+from constmem.neural_processes.joint import JointNormal, joint_log_prob, sample_jointly
 from constmem.plots import DPI, pyplot, save_figure
 
 IMAGES, TARGETS, CONTEXTS = 40, 100, (10, 30, 100)

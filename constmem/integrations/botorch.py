@@ -18,8 +18,7 @@ from torch import Tensor
 
 from constmem.core.moments import Moments
 from constmem.neural_processes import NeuralProcess
-from constmem.neural_processes.experts import mixture, standardised
-from constmem.neural_processes.low_rank import JointNormal
+from constmem.neural_processes.joint import JointNormal, mixture, standardised
 from constmem.neural_processes.regression import Posterior, Regression
 
 JITTER = 1e-8  # of the mean variance, added to each: points that are asked for twice have no inverse

@@ -21,7 +21,7 @@ from constmem.core.algebra import EMPTY
 from constmem.core.fold import Chunk, filled, nothing, numbered, slices, streamed
 from constmem.core.monoid import NOTHING
 from constmem.neural_processes.heads import SampleMixture, normal
-from constmem.neural_processes.points import PointModel, S, batch_of, mean_of_real
+from constmem.neural_processes.points import PointModel, S, mean_of_real
 
 M = TypeVar("M", bound=Tensor | tuple[Any, ...], default=Tensor)
 
@@ -288,3 +288,10 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
     def _merged(self, chunks: Iterable[Chunk]) -> S:
         parts = (self._observe(*chunk, None) for chunk in chunks)
         return reduce(lambda state, part: state.merge(part), parts)
+
+
+def batch_of(memory: Tensor | tuple[Any, ...]) -> int:
+    """The batch of what `read` gave: its first tensor's."""
+    while not isinstance(memory, Tensor):
+        memory = memory[0]
+    return memory.shape[0]

@@ -19,8 +19,8 @@ from constmem.core.moments import Moments
 from constmem.core.observation import Observation
 from constmem.kernels import Graphs
 from constmem.neural_processes.heads import Corrected, Mixture, PointMixture, through_levels
+from constmem.neural_processes.joint import JointNormal, LowRankHead
 from constmem.neural_processes.levels import LevelHead, LevelMixture
-from constmem.neural_processes.low_rank import JointNormal, LowRankHead
 from constmem.neural_processes.points import Scales
 from constmem.neural_processes.regression import Posterior, Product, Regression
 from constmem.neural_processes.transformers import LevelProcess, LevelSettings

@@ -35,13 +35,6 @@ def near(bounds: Sequence[float], number: float) -> bool:
     return low - more <= number <= high + more
 
 
-def batch_of(memory: Tensor | tuple[Any, ...]) -> int:
-    """The batch of what `read` gave: its first tensor's."""
-    while not isinstance(memory, Tensor):
-        memory = memory[0]
-    return memory.shape[0]
-
-
 class Scales(nn.Module):
     """Mean and standard deviation of every channel of the data a model is made for.
 

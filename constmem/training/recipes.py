@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from constmem.core import registry
 from constmem.core.checks import known
-from constmem.core.registry import CNP_FAMILY, PAPER_CMHP, of_events, settings_of
+from constmem.core.registry import CNP_FAMILY, PAPER_CMHP, entry_of, of_events, settings_of
 from constmem.data.catalogue import DATASETS
 
 NAMES = ("improved", "faithful")
@@ -163,7 +163,7 @@ def _architecture(dataset: str, model: str) -> dict[str, Any]:
 
 def _events(dataset: str, model: str, name: str) -> EventRecipe:
     most, own = EVENT_STEPS[dataset]
-    steps, batch = own if _is_cmhp(model) and name == "improved" else most
+    steps, batch = own if entry_of(model).name == "cmhp" and name == "improved" else most
     return replace(_event_model(model, DATASETS[dataset].num_marks, name), steps=steps, batch=batch)
 
 
@@ -172,10 +172,6 @@ def _event_model(model: str, num_marks: int, name: str) -> EventRecipe:
     chosen = PAPER_CMHP if model == "cmhp" and name == "faithful" else settings_of(model)
     own = EventRecipe(model={"num_marks": num_marks, **chosen})
     return replace(own, **_FAITHFUL) if name == "faithful" else own
-
-
-def _is_cmhp(model: str) -> bool:
-    return model.partition("-")[0] == "cmhp"
 
 
 def table_recipe(model: str, *, dim_x: int, dim_y: int, rows: int, grouped: bool) -> PointRecipe:
@@ -193,9 +189,8 @@ def event_recipe(model: str, *, num_marks: int) -> EventRecipe:
     """Settings to start from with events of one's own."""
     if not of_events(model):
         raise ValueError(f"{model!r} is no model of events, but {', '.join(registry.EVENTS)} are")
-    return replace(
-        _event_model(model, num_marks, "improved"), steps=600 if _is_cmhp(model) else 1000, batch=32
-    )
+    steps = 600 if entry_of(model).name == "cmhp" else 1000
+    return replace(_event_model(model, num_marks, "improved"), steps=steps, batch=32)
 
 
 def complete(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Where a run's tasks come from: a data set as an endless sampler and fixed sets to validate and test on."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from constmem.training.recipes import EventRecipe, PointRecipe
 HELD_OUT = 1000  # training images set aside to validate on
 POOL = 16  # batches among which sequences are sorted by length
 B = TypeVar("B")
+Fixed = Callable[[], Iterator[B]]  # to the same batches every time
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Source(Generic[B]):
     """
 
     sample: Callable[[torch.Generator], B]
-    validation: Callable[[], Iterator[B]]
-    tests: dict[str, Callable[[], Iterator[B]]]
+    validation: Fixed[B]
+    tests: dict[str, Fixed[B]]
     statement: str
     loss: Callable[[Any, Callable[..., Tensor], B, torch.Generator | None], Tensor]
     score: Callable[[Any, B], tuple[float, int]]
@@ -58,7 +59,7 @@ def open_source(
     """The source of a data set of the registry, or of data of one's own."""
     if isinstance(recipe, EventRecipe):
         if isinstance(own, EventLog):
-            return _events(*own.parts(), recipe, device, own.statement)
+            return _events(own.parts(), recipe, device, own.statement)
         if dataset in DATASETS and DATASETS[dataset].process is not None:
             return _simulated(dataset, recipe, device)
         return _prepared_events(dataset, recipe, data_dir, device)
@@ -109,23 +110,18 @@ def _events_score(model: PointProcess, events: Events) -> tuple[float, int]:
 def _prepared_events(
     dataset: str, recipe: EventRecipe, data_dir: Path | None, device: torch.device
 ) -> Source[Events]:
-    training, validation, test = (
+    training, *held_out = (
         data.load_events(dataset, data_dir=data_dir, split=split) for split in ("train", "validation", "test")
     )
     statement = f"{dataset}: {len(training)} sequences, {training.num_events} events to train on"
-    return _events(training, validation, test, recipe, device, statement)
+    return _events([training, *held_out], recipe, device, statement)
 
 
 def _events(
-    training: Events,
-    validation: Events,
-    test: Events,
-    recipe: EventRecipe,
-    device: torch.device,
-    statement: str,
+    parts: Sequence[Events], recipe: EventRecipe, device: torch.device, statement: str
 ) -> Source[Events]:
-    lengths = training.lengths
-    training, validation, test = (events.to(device) for events in (training, validation, test))
+    lengths, parts = parts[0].lengths, [events.to(device) for events in parts]
+    training = parts[0]
 
     def sample(generator: torch.Generator) -> Events:
         """One batch of a pool sorted by length: every sequence is as likely as any other, padding is rare.
@@ -140,18 +136,7 @@ def _events(
         width = min(_round(width), training.times.shape[1]) if device.type == "cuda" else width
         return training.select(index.to(device, non_blocking=True)).trim(width)
 
-    def fixed(events: Events) -> Callable[[], Iterator[Events]]:
-        lengths = events.lengths.cpu()
-        order = lengths.argsort(stable=True)
-
-        def batches() -> Iterator[Events]:
-            for index in order.split(recipe.batch):
-                yield events.select(index.to(device)).trim(int(lengths[index].max()))
-
-        return batches
-
-    tests = {"test": fixed(test)}
-    return _event_source(sample, fixed(validation), tests, statement, training, recipe)
+    return _event_source(sample, parts, statement, recipe)
 
 
 def _round(length: int) -> int:
@@ -168,27 +153,21 @@ def _simulated(dataset: str, recipe: EventRecipe, device: torch.device) -> Sourc
     """Fresh sequences at every step; what no model can beat is `data.simulated(dataset).log_prob`."""
     process = data.simulated(dataset)
 
-    def sample(generator: torch.Generator) -> Events:
-        return process.sample(recipe.batch, num_events=100, generator=generator).to(device)
+    def drawn(count: int, generator: torch.Generator) -> Events:
+        return process.sample(count, num_events=100, generator=generator).to(device)
 
-    def fixed(seed: int, count: int) -> Callable[[], Iterator[Events]]:
-        random = torch.Generator().manual_seed(seed)
-        events = process.sample(count, num_events=100, generator=random).to(device)
-        return lambda: (events.select(slice(i, i + 100)) for i in range(0, count, 100))
-
-    training = process.sample(200, num_events=100, generator=torch.Generator().manual_seed(1)).to(device)
+    parts = [drawn(n, torch.Generator().manual_seed(seed)) for seed, n in ((1, 200), (2, 200), (3, 1000))]
     statement = f"{process}, simulated anew for every step"
-    return _event_source(sample, fixed(2, 200), {"test": fixed(3, 1000)}, statement, training, recipe)
+    return _event_source(partial(drawn, recipe.batch), parts, statement, recipe)
 
 
 def _event_source(
-    sample: Callable[[torch.Generator], Events],
-    validation: Callable[[], Iterator[Events]],
-    tests: dict[str, Callable[[], Iterator[Events]]],
-    statement: str,
-    training: Events,
-    recipe: EventRecipe,
+    sample: Callable[[torch.Generator], Events], parts: Sequence[Events], statement: str, recipe: EventRecipe
 ) -> Source[Events]:
+    """What any events are as a source: the training part sets the scales, the others are held out."""
+    training, *held_out = parts
+    validation, test = (_by_length(events, recipe.batch) for events in held_out)
+
     def loss(
         _: Any, loss_of: Callable[..., Tensor], events: Events, generator: torch.Generator | None
     ) -> Tensor:
@@ -197,7 +176,19 @@ def _event_source(
     def prepare(model: PointProcess) -> None:
         model.set_scales(training)
 
-    return Source(sample, validation, tests, statement, loss, _events_score, prepare)
+    return Source(sample, validation, {"test": test}, statement, loss, _events_score, prepare)
+
+
+def _by_length(events: Events, batch: int) -> Fixed[Events]:
+    """The sequences in batches, the shortest first, each as wide as its longest."""
+    lengths = events.lengths.cpu()
+    order = lengths.argsort(stable=True)
+
+    def batches() -> Iterator[Events]:
+        for index in order.split(batch):
+            yield events.select(index.to(events.device)).trim(int(lengths[index].max()))
+
+    return batches
 
 
 def _gp(recipe: PointRecipe, device: torch.device) -> Source[Task]:
@@ -222,8 +213,7 @@ def _gp(recipe: PointRecipe, device: torch.device) -> Source[Task]:
             if size:
                 yield from tasks(kernel, 1, 200 * size // recipe.batch)
 
-    tests: dict[str, Callable[[], Iterator[Task]]]
-    tests = {kernel: partial(tasks, kernel, 0, 3000) for kernel in get_args(data.Kernel)}
+    tests: dict[str, Fixed[Task]] = {k: partial(tasks, k, 0, 3000) for k in get_args(data.Kernel)}
     statement = "Gaussian processes drawn from the protocol's prior"
     if matern:
         statement += f", {matern} of {recipe.batch} in training with a Matern kernel"
@@ -232,7 +222,6 @@ def _gp(recipe: PointRecipe, device: torch.device) -> Source[Task]:
 
 def _tables(recipe: PointRecipe, device: torch.device) -> Source[Task]:
     """What a closed-form regression leaves on synthetic tables, drawn anew at every step."""
-
     sizes = {"rows": recipe.max_points, "targets": recipe.num_targets}
 
     def fixed(seed: int, batches: int) -> Iterator[Task]:
@@ -244,7 +233,7 @@ def _tables(recipe: PointRecipe, device: torch.device) -> Source[Task]:
         return data.table_tasks(recipe.batch, generator=generator, **sizes)
 
     statement = "synthetic tables, and what ridge regressions on random features leave of them"
-    tests: dict[str, Callable[[], Iterator[Task]]] = {"test": partial(fixed, 0, 100)}
+    tests: dict[str, Fixed[Task]] = {"test": partial(fixed, 0, 100)}
     return Source(sample, partial(fixed, 1, 20), tests, statement, _task_loss, _task_score)
 
 
@@ -270,10 +259,10 @@ def _images(dataset: str, recipe: PointRecipe, data_dir: Path | None, device: to
             skew=recipe.skew,
         )
 
-    def fixed(images: Images, seed: int) -> Callable[[], Iterator[Task]]:
+    def fixed(images: Images, seed: int) -> Fixed[Task]:
         return lambda: data.evaluation_tasks(images, seed=seed, max_points=recipe.max_points)
 
-    tests: dict[str, Callable[[], Iterator[Task]]] = {}
+    tests: dict[str, Fixed[Task]] = {}
     for name, classes in known.tests.items():
         test = _loaded(dataset, data_dir, "test", classes)
         tests[name] = fixed(test.to(device), 0)
@@ -294,7 +283,7 @@ def _table(table: Table, recipe: PointRecipe, device: torch.device) -> Source[Ta
         return TableTasks(part, device=device, max_context=recipe.max_points, num_targets=recipe.num_targets)
 
     own = tasks(training)
-    tests: dict[str, Callable[[], Iterator[Task]]]
+    tests: dict[str, Fixed[Task]]
     if table.groups is None:
         tests = {"test": lambda: own.held_out(test, seed=0), "full": lambda: own.everything(test)}
         fixed = partial(own.held_out, validation, seed=1)

@@ -10,8 +10,7 @@ from torch.distributions import MultivariateNormal
 from constmem.data import Task, gp_evaluation_tasks
 from constmem.evaluation import evaluate
 from constmem.neural_processes import CMANP, Scales
-from constmem.neural_processes.joint import joint_log_prob, sample_jointly
-from constmem.neural_processes.low_rank import JointNormal
+from constmem.neural_processes.joint import JointNormal, joint_log_prob, sample_jointly
 from tests.laws.models import data, ragged, small
 
 
