@@ -14,7 +14,7 @@ from torch import Tensor
 
 from constmem import CMANP
 from constmem.integrations.botorch import NEGLIGIBLE, ProcessSurrogate, RegressionSurrogate
-from tests.laws.models import small
+from tests.laws.models import LEAST, small
 
 BOX = torch.tensor([[-5.0, 0.0], [10.0, 15.0]], dtype=torch.float64)
 SMALL: dict[str, int] = {"features": 64, "experts": 6}
@@ -126,15 +126,7 @@ def test_fantasies_are_a_batch_of_states_each_with_its_own_outcomes(surrogate: A
 def test_the_covariance_of_a_process_is_exact_where_it_is_gaussian() -> None:
     """A new model of one expert, which its slots do not correct yet, is a Gaussian process."""
     torch.manual_seed(0)
-    sizes: dict[str, int] = {
-        "dim": 8,
-        "depth": 1,
-        "num_slots": 2,
-        "num_latents": 2,
-        "hidden": 8,
-        "num_heads": 1,
-    }
-    model = CMANP(dim_x=1, dim_y=1, moments=32, experts=1, std="exp", **sizes).double().eval()
+    model = CMANP(dim_x=1, dim_y=1, moments=32, experts=1, std="exp", **LEAST).double().eval()
     model.requires_grad_(False)
     with torch.no_grad():
         model.head.predictor.layers[-1].bias.zero_()  # type: ignore[union-attr,index]

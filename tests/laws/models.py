@@ -24,6 +24,9 @@ CONSTANT = (
 STORED = [name for name in MODELS if name not in CONSTANT]
 KINDS = (*EVENT_MODELS, "cmhp-faithful")
 MARKS = 3
+# Sizes of a CMANP: the least there are, and those that learn something
+LEAST = {"dim": 8, "depth": 1, "num_slots": 2, "num_latents": 2, "hidden": 8, "num_heads": 1}
+LEARNER = {"dim": 16, "depth": 1, "num_slots": 4, "num_latents": 4, "hidden": 32, "num_heads": 2}
 
 
 def fresh(kind: str, **more: Any) -> Any:
@@ -86,6 +89,10 @@ def assert_same(found: Distribution, expected: Distribution, yt: Tensor) -> None
     torch.testing.assert_close(found.mean, expected.mean, atol=1e-7, rtol=0)
     torch.testing.assert_close(found.stddev, expected.stddev, atol=1e-7, rtol=0)
     torch.testing.assert_close(found.log_prob(yt), expected.log_prob(yt), atol=1e-6, rtol=0)
+
+
+def close(found: Tensor, expected: Tensor, atol: float = 1e-6) -> None:
+    torch.testing.assert_close(found, expected, atol=atol, rtol=1e-6)
 
 
 def stream(*lengths: int, seed: int = 0, t_end: bool = False, start: float = 100.0) -> Events:

@@ -17,14 +17,10 @@ from constmem.core.monoid import Monoid
 from constmem.data import Events
 from constmem.point_processes import MODELS, PointProcess
 from tests.conftest import Refuses
-from tests.laws.models import KINDS, MARKS, small, stream
+from tests.laws.models import KINDS, MARKS, close, small, stream
 
 every_model = pytest.mark.parametrize("kind", KINDS)
 every_monoid = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gru"])
-
-
-def close(found: Tensor, expected: Tensor, atol: float = 1e-6) -> None:
-    torch.testing.assert_close(found, expected, atol=atol, rtol=1e-6)
 
 
 def changed(events: Events, k: int) -> Events:

@@ -17,7 +17,7 @@ from constmem.neural_processes.heads import SampleMixture
 from constmem.neural_processes.joint import joint_log_prob, sample_jointly
 from constmem.neural_processes.levels import LevelMixture, level_log_prob
 from constmem.training import fit_dataset
-from tests.laws.models import data, small
+from tests.laws.models import LEARNER, LEAST, data, small
 
 LEVELS = 16  # few enough for loops
 VALUES = [-0.5 + i / (LEVELS - 1) for i in range(LEVELS)]
@@ -160,15 +160,7 @@ class Knows(CMANP):
 
 def knowing(black: float, width: float = 0.05) -> Knows:
     """Black for sure, or a grey around the middle."""
-    sizes: dict[str, int] = {
-        "dim": 8,
-        "depth": 1,
-        "num_slots": 2,
-        "num_latents": 2,
-        "hidden": 8,
-        "num_heads": 1,
-    }
-    model = Knows(dim_x=2, dim_y=1, levels=256, components=2, **sizes)
+    model = Knows(dim_x=2, dim_y=1, levels=256, components=2, **LEAST)
     location, scale = torch.tensor([[-9.0], [0.0]]), torch.tensor([[0.05], [width]])
     model.law = location, scale, torch.tensor([black, 1 - black]).log()
     return model
@@ -225,15 +217,7 @@ def test_a_small_model_learns_how_likely_black_is_and_its_intervals_hold() -> No
     """Left of the middle 90 % are black, right of it 20 %; the rest is of any grey."""
     torch.manual_seed(0)
     random = torch.Generator().manual_seed(1)
-    sizes: dict[str, int] = {
-        "dim": 16,
-        "depth": 1,
-        "num_slots": 4,
-        "num_latents": 4,
-        "hidden": 32,
-        "num_heads": 2,
-    }
-    model = CMANP(dim_x=1, dim_y=1, levels=256, components=6, **sizes)
+    model = CMANP(dim_x=1, dim_y=1, levels=256, components=6, **LEARNER)
 
     def task(b: int, n: int) -> Task:
         x = 2 * torch.rand(b, n, 1, generator=random) - 1
@@ -257,7 +241,7 @@ def test_a_small_model_learns_how_likely_black_is_and_its_intervals_hold() -> No
         black, grey = share + (1 - share) / 256, (1 - share) / 256
         best += 0.5 * (black * log(black) + 255 * grey * log(grey))
     assert best - 0.15 < scores.log_likelihood < best + 0.1
-    normal = evaluate(CMANP(dim_x=1, dim_y=1, **sizes), [task(64, 204)], levels=256)
+    normal = evaluate(CMANP(dim_x=1, dim_y=1, **LEARNER), [task(64, 204)], levels=256)
     assert normal.level_log_likelihood is not None
     assert normal.level_log_likelihood < scores.log_likelihood - 1  # untrained, and no normal says so much
 

@@ -11,7 +11,7 @@ from constmem.data import Task, gp_evaluation_tasks
 from constmem.evaluation import evaluate
 from constmem.neural_processes import CMANP, Scales
 from constmem.neural_processes.joint import JointNormal, joint_log_prob, sample_jointly
-from tests.laws.models import data, ragged, small
+from tests.laws.models import LEARNER, data, ragged, small
 
 
 def some(b: int = 2, m: int = 4, y: int = 2, r: int = 3) -> JointNormal:
@@ -144,15 +144,7 @@ def test_a_small_model_learns_that_the_targets_of_a_function_belong_together() -
     """Functions that are one unknown level everywhere: marginals cannot say that."""
     torch.manual_seed(0)
     random = torch.Generator().manual_seed(1)
-    sizes: dict[str, int] = {
-        "dim": 16,
-        "depth": 1,
-        "num_slots": 4,
-        "num_latents": 4,
-        "hidden": 32,
-        "num_heads": 2,
-    }
-    model = CMANP(dim_x=1, dim_y=1, rank=4, **sizes)
+    model = CMANP(dim_x=1, dim_y=1, rank=4, **LEARNER)
 
     def task(b: int, n: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
         x = 2 * torch.rand(b, n, 1, generator=random) - 1

@@ -10,13 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.conftest import Refuses
-from tests.laws.models import KINDS, MARKS, small, stream
+from tests.laws.models import KINDS, MARKS, close, small, stream
 
 every_model = pytest.mark.parametrize("kind", KINDS)
-
-
-def close(found: Tensor, expected: Tensor, atol: float = 1e-6) -> None:
-    torch.testing.assert_close(found, expected, atol=atol, rtol=1e-6)
 
 
 @every_model
