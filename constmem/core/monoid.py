@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from math import ceil, log
 from numbers import Real
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -17,7 +17,7 @@ from constmem.core.files import packed, read_tensors, unpacked, write_tensors
 
 S = TypeVar("S", bound="State")
 M = TypeVar("M", bound="Monoid")
-A = TypeVar("A", bound=Any)
+A = TypeVar("A", bound="Mergeable")
 NOTHING = ""  # the fingerprint of having seen nothing, which is the same for all weights
 
 
@@ -144,11 +144,18 @@ class Monoid(State):
         """The state of both sets of points together."""
 
 
+@runtime_checkable
+class Mergeable(Protocol):
+    """Whatever has a `merge`: states, and estimators."""
+
+    def merge(self, other: Any, /) -> Any: ...
+
+
 def merged(states: Iterable[A]) -> A | None:
     """All states merged with their neighbours, as a tree of which only the open branches are held.
 
     So few of many states exist at a time, and each is rounded log2 of their number times. None if there are
-    none. Whatever has a `merge` will do.
+    none.
     """
     open_: list[tuple[int, A]] = []
     for state in states:
