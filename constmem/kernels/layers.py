@@ -8,7 +8,7 @@ operators serve where that fails, where exact products are asked for, on other d
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -29,6 +29,7 @@ FEED = "Tensor x, Tensor scale, Tensor shift, Tensor expand, Tensor expand_bias,
 GIVEN = "Tensor x, Tensor? y, Tensor? mask, Tensor scale, Tensor shift, Tensor? y_scale, Tensor? y_shift"
 READ = f"{GIVEN}, Tensor query, Tensor key_value, Tensor project"
 NUMBERS, FIVE = "float eps, bool normed, bool half", f"({', '.join(['Tensor'] * 5)})"
+F = TypeVar("F", bound=Callable[..., Any])
 Norm = tuple[Float[Tensor, " d"], Float[Tensor, " d"]]  # scale and shift
 
 
@@ -53,7 +54,16 @@ def on_gpu(x: Tensor) -> bool:
     return x.device.type == "cuda" and 0 < x.numel() < 2**30
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _constant(function: F) -> F:
+    """Mark what a compiler may call once, as `torch.compiler.assume_constant_result` does.
+
+    That imports the whole compiler, which takes longer than all of this package.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant
 def _coarse() -> bool:
     """Whether products of float32 may be rounded; compiled code is made anew when that changes."""
     return torch.get_float32_matmul_precision() != "highest"
@@ -98,15 +108,15 @@ def feed_forward(
     contract_bias: Float[Tensor, " d"], *, eps: float, normed: bool,
 ) -> Float[Tensor, "*b d"] | None:  # fmt: skip
     """(c gelu(t)) Wo' + bo + residual with (c, t) = norm(x) We' + be, differentiable once; None if unfit."""
-    coarse = half(scale, x)
-    if coarse is None or not feeds(*contract.shape, coarse, x.device.index):
+    coarse, (dim, hidden) = half(scale, x), contract.shape
+    if coarse is None or not feeds(dim, hidden, coarse, x.device.index):
         return None
     weights = scale, shift, expand, expand_bias, contract, contract_bias
     found: Tensor = _feed(x.float(), *weights, eps, normed, coarse)
     return found
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@_constant
 def feeds(dim: int, hidden: int, half: bool, index: int | None) -> bool:
     """Whether a feed-forward layer of these sizes runs as one operator on that GPU."""
 
@@ -197,7 +207,7 @@ def padded(keys: int) -> int | None:
     return None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@_constant
 def attends(dim: int, heads: int, keys: int, half: bool, index: int | None) -> bool:
     """Whether an attention layer of these sizes runs as one operator on that GPU; `keys` are `padded`."""
 

@@ -74,6 +74,12 @@ def test_a_model_learns_and_predicts_by_whole_layers(interpreted: dict[str, Any]
     assert max(interpreted["model"]["errors"]) < 1e-4
 
 
+def test_functions_are_marked_as_pytorch_marks_what_a_compiler_calls_once() -> None:
+    marked = torch.compiler.assume_constant_result(lambda: True)
+    for function in (layers._coarse, layers.feeds, layers.attends):
+        assert vars(function) == vars(marked) != {}
+
+
 @has_triton
 @pytest.mark.compiles
 def test_a_compiler_leaves_layers_whole_at_every_size(interpreted: dict[str, Any]) -> None:
