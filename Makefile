@@ -3,6 +3,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PROJECT := pyproject.toml constraints.txt
+# Files in the order of their names: those with the most tests are not the longest, and the last ones are short.
+# The plugin of schemathesis is loaded, at two seconds a process, and not used.
+HALVES := -n 2 --dist loadfile --no-loadscope-reorder -p no:schemathesis
 QUICK := not slow and not gpu and not wheel and not attack
 # What the pass with shapes adds: every verb of every model, states and their algebra, layers and streams. Files,
 # published figures and old weights go through the same functions once more.
@@ -19,8 +22,8 @@ demo: $(VENV)/.train  ## learn a power plant's rows as a stream, beside a forest
 	$(BIN)/constmem demo
 
 test: $(VENV)/.dev  ## the tests, then once more with every shape annotation checked at run time
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "$(QUICK)" $(ARGS)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -q -m "$(QUICK) and not compiles and not data" $(SHAPED) --jaxtyping-packages=constmem,beartype.beartype
+	$(BIN)/python -m pytest $(HALVES) -m "$(QUICK)" $(ARGS)
+	$(BIN)/python -m pytest $(HALVES) -q -m "$(QUICK) and not compiles and not data and not once" $(SHAPED) --jaxtyping-packages=constmem,beartype.beartype
 
 check: $(VENV)/.dev  ## style, types, and the direction of imports
 	$(BIN)/ruff check .
@@ -41,7 +44,7 @@ store-attack: $(VENV)/.dev  ## a thousand kills of store, consumers and service,
 	$(BIN)/python -m pytest -m attack tests/attack/test_stores.py $(ARGS)
 
 slow-test: $(VENV)/.dev  ## ONNX and Ray against the library, compiled losses of every model: two minutes
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest $(HALVES) -m "slow and not gpu" $(ARGS)
 
 wheel-test: $(VENV)/.dev  ## build wheel and sdist, install both in clean environments, run the demo there
 	$(BIN)/python -m pytest -m wheel tests/test_packaging.py $(ARGS)

@@ -28,10 +28,10 @@ GROUPS: dict[str, tuple[Callable[[], dict[str, Case]], dict[str, tuple[int, int]
     }),
     "steps": (shells.kinds, {"calls of streams": (30, 1_500), "calls of estimators": (15, 600)}),
     "parts": (parts.kinds, {"blocks": (60, 1_500), "scales": (40, 1_000), "rows of river": (20, 500)}),
-    "runs and commands": (runs.kinds, {"runs": (30, 1_000), "commands": (12, 200)}),
+    "runs and commands": (runs.kinds, {"runs": (15, 1_000), "commands": (6, 200)}),
     "kills": (kills.kinds, {
-        "killed streams": (4, 110), "killed estimators": (3, 80), "killed updates": (2, 60),
-        "killed training": (1, 30), "killed compiling": (2, 54),
+        "killed streams": (2, 110), "killed estimators": (2, 80), "killed updates": (1, 60),
+        "killed training": (1, 30), "killed compiling": (1, 54),
     }),
     "races and limits": (limits.kinds, {
         "threads on a stream": (3, 60), "threads on an estimator": (2, 40), "little memory": (6, 60),

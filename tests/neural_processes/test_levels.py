@@ -213,6 +213,7 @@ def test_joint_predictions_of_levels_are_the_chain_rules() -> None:
     torch.testing.assert_close(joint_log_prob(model, state, xt, drawn[0]), total, atol=1e-7, rtol=0)
 
 
+@pytest.mark.once
 def test_a_small_model_learns_how_likely_black_is_and_its_intervals_hold() -> None:
     """Left of the middle 90 % are black, right of it 20 %; the rest is of any grey."""
     torch.manual_seed(0)

@@ -140,6 +140,7 @@ def test_rows_hold_the_joint_likelihood_beside_the_marginal() -> None:
     assert evaluate(small("cmanp"), [Task(x, y, xt, yt)]).joint_log_likelihood is None
 
 
+@pytest.mark.once
 def test_a_small_model_learns_that_the_targets_of_a_function_belong_together() -> None:
     """Functions that are one unknown level everywhere: marginals cannot say that."""
     torch.manual_seed(0)

@@ -131,6 +131,7 @@ def test_a_new_model_predicts_the_mixture_of_its_experts() -> None:
     torch.testing.assert_close(found.components.stddev.double(), std, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("kernel", ["rbf", "matern"])
 @torch.no_grad()
 def test_a_new_model_comes_near_the_exact_posterior(kernel: Any) -> None:

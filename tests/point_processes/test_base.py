@@ -15,6 +15,7 @@ from tests.laws.models import KINDS, MARKS, close, small, stream
 every_model = pytest.mark.parametrize("kind", KINDS)
 
 
+@pytest.mark.once
 @every_model
 def test_reads_at_some_positions_are_an_estimate_of_reads_at_all(kind: str) -> None:
     model, events = small(kind), stream(30, 30)
@@ -28,6 +29,7 @@ def test_reads_at_some_positions_are_an_estimate_of_reads_at_all(kind: str) -> N
     assert abs(mean - all_of_them) < 4 * spread / math.sqrt(60)
 
 
+@pytest.mark.once
 @every_model
 def test_samples_are_seeded_and_follow_the_density(kind: str) -> None:
     model, events = small(kind), stream(6)
@@ -154,6 +156,7 @@ def test_a_state_of_other_weights_or_models_is_refused(learning: bool, refuses: 
         assert unknown.fingerprint is None
 
 
+@pytest.mark.once
 @every_model
 def test_a_training_step_neither_waits_for_its_device_nor_looks_elsewhere(kind: str) -> None:
     """On a device without numbers: whatever needs one, or a tensor of another device, is an error."""

@@ -227,6 +227,7 @@ def test_a_state_is_as_large_after_many_events_as_after_one() -> None:
 Peak = Callable[[Callable[[], object]], int]
 
 
+@pytest.mark.once
 def test_the_likelihood_of_a_long_stream_needs_the_memory_of_one_chunk(peak: Peak) -> None:
     """An event's prefix state alone is 1,000 bytes here; its likelihoods are 8."""
     model, events = small("cmhp").float(), stream(8000)
@@ -242,6 +243,7 @@ def test_the_likelihood_of_a_long_stream_needs_the_memory_of_one_chunk(peak: Pea
     assert peak(lambda: model.forecast(few, chunk=1000).mean) > 2 * small_peak
 
 
+@pytest.mark.once
 def test_training_on_a_long_stream_needs_the_memory_of_one_chunk(peak: Peak) -> None:
     """Backwards, chunks are computed again; without that every event would keep its whole read."""
     model, events = small("cmhp").float(), stream(1600)

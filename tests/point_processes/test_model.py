@@ -140,6 +140,7 @@ def test_events_that_are_none_come_with_advice(refuses: Refuses) -> None:
         model.loss([[1.0, 2.0]])
 
 
+@pytest.mark.once
 def test_a_process_is_imported_without_data_sets_and_without_a_compiler() -> None:
     code = "import sys, constmem; constmem.CMHP; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

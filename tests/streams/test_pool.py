@@ -221,6 +221,7 @@ def test_models_that_store_their_points_are_refused(refuses: Refuses) -> None:
         StreamPool(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
+@pytest.mark.once
 def test_threads_lose_no_rows() -> None:
     model = small_models.small("cmanp")
     pool = StreamPool(model)
