@@ -15,7 +15,7 @@ from constmem.neural_processes import MODELS
 from constmem.neural_processes.heads import normal
 
 MB = 2**20
-FEW, MANY = 20_000, 200_000
+FEW, MANY = 20_000, 100_000
 Peak = Callable[[Callable[[], object]], int]
 
 
@@ -45,7 +45,7 @@ def test_the_measure_sees_what_is_held(peak: Peak) -> None:
 
 
 def test_conditioning_on_a_stream_needs_the_memory_of_one_chunk(peak: Peak, model: CMANP) -> None:
-    """200,000 points are 2.4 MB, their tokens (32 wide) 26 MB, their keys and values 154 MB."""
+    """100,000 points are 1.2 MB, their tokens (32 wide) 13 MB, their keys and values 77 MB."""
 
     def condition(n: int) -> None:
         with torch.no_grad():
@@ -55,7 +55,7 @@ def test_conditioning_on_a_stream_needs_the_memory_of_one_chunk(peak: Peak, mode
 
 
 def test_conditioning_on_a_tensor_needs_the_memory_of_one_chunk(peak: Peak, model: CMANP) -> None:
-    """The points themselves are the caller's; 26 MB of tokens would break the limit."""
+    """The points themselves are the caller's; 13 MB of tokens would break the limit."""
     x, y = torch.rand(1, MANY, 2), torch.rand(1, MANY, 1)
     mask = torch.rand(1, MANY) < 0.9
 
@@ -82,7 +82,7 @@ def test_updating_needs_the_same_whatever_was_seen(peak: Peak, model: CMANP) -> 
 
 
 def test_querying_needs_the_memory_of_one_chunk_and_its_outputs(peak: Peak, model: CMANP) -> None:
-    """Mean and deviation of 200,000 targets are 1.6 MB; their tokens 26 MB, their shares more."""
+    """Mean and deviation of 100,000 targets are 0.8 MB; their tokens 13 MB, their shares more."""
     xt = torch.rand(1, MANY, 2)
     with torch.no_grad():
         state = model.condition_chunks(points(1000))

@@ -1,5 +1,8 @@
 """What is wrong with the input is named, and the old state stays usable."""
 
+from copy import deepcopy
+from functools import cache
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -10,11 +13,19 @@ from constmem.tabular.estimators import StreamingClassifier, StreamingRegressor
 from tests.tabular.rows import KINDS, SMALL, answers_of
 
 
-def _good(kind: str):
+@cache
+def _fitted(kind: str):
     make, rows = KINDS[kind]
     x, y = rows(300)
     frame = pd.DataFrame(x, columns=list("abcd"))
-    return make(**SMALL).partial_fit(frame, y), frame, y
+    estimator = make(**SMALL).partial_fit(frame, y)
+    return estimator, frame, y, answers_of(estimator, frame)
+
+
+def _good(kind: str):
+    """An estimator of its own, its rows, and what it answers."""
+    estimator, frame, y, answers = _fitted(kind)
+    return deepcopy(estimator), frame.copy(), y.copy(), answers
 
 
 BAD = {
@@ -67,8 +78,7 @@ BAD_TARGETS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_named_and_the_state_stays_usable(kind: str, case: str) -> None:
-    estimator, frame, y = _good(kind)
-    before = answers_of(estimator, frame)
+    estimator, frame, y, before = _good(kind)
     call, message = BAD[case]
     with pytest.raises((ValueError, TypeError), match=f"(?s){message}"):
         call(estimator, frame, y)
@@ -79,8 +89,7 @@ def test_bad_input_is_named_and_the_state_stays_usable(kind: str, case: str) -> 
 @pytest.mark.parametrize("case", BAD_TARGETS)
 def test_bad_targets_are_named_and_the_state_stays_usable(case: str) -> None:
     kind, spoil, message = BAD_TARGETS[case]
-    estimator, frame, y = _good(kind)
-    before = answers_of(estimator, frame)
+    estimator, frame, y, before = _good(kind)
     with pytest.raises(ValueError, match=message):
         estimator.partial_fit(frame, spoil(y))
     np.testing.assert_allclose(answers_of(estimator, frame), before, rtol=0, atol=1e-9)
@@ -92,7 +101,7 @@ def test_bad_targets_are_named_and_the_state_stays_usable(case: str) -> None:
 
 
 def test_columns_may_come_in_any_order_and_dtypes_may_change_but_for_their_kind() -> None:
-    estimator, frame, _ = _good("regressor")
+    estimator, frame, *_ = _good("regressor")
     expected = estimator.predict(frame)
     np.testing.assert_array_equal(estimator.predict(frame[["d", "b", "a", "c"]]), expected)
     np.testing.assert_allclose(
