@@ -60,7 +60,7 @@ def test_the_weights_that_come_along_score_as_committed(real: Path) -> None:
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("dataset", ["emnist", "celeba32"])
+@pytest.mark.parametrize("dataset", [pytest.param("emnist", marks=pytest.mark.slow), "celeba32"])
 def test_a_tiny_model_learns_a_little_and_is_scored(
     dataset: str, real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

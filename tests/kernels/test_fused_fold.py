@@ -65,6 +65,7 @@ def interpreted() -> dict[str, list[Any]]:
     return {name: [next(results) for _ in several] for name, several in CASES.items()}
 
 
+@pytest.mark.slow
 @has_triton
 def test_states_and_all_gradients_of_several_chunks_agree_with_float64(
     interpreted: dict[str, list[Any]],
@@ -79,6 +80,7 @@ def test_states_and_all_gradients_of_several_chunks_agree_with_float64(
             assert error < tolerance, (case, name)
 
 
+@pytest.mark.slow
 @has_triton
 def test_gradients_of_sharp_softmaxes_are_as_good_as_their_values_in_half_precision(
     interpreted: dict[str, list[Any]],
@@ -88,6 +90,7 @@ def test_gradients_of_sharp_softmaxes_are_as_good_as_their_values_in_half_precis
     assert all(error < 1e-2 for error in found["gradients"].values())
 
 
+@pytest.mark.slow
 @has_triton
 def test_a_part_of_a_million_points_has_the_gradients_of_the_formula(
     interpreted: dict[str, list[Any]],
@@ -97,6 +100,7 @@ def test_a_part_of_a_million_points_has_the_gradients_of_the_formula(
         assert all(error < tolerance for error in found.values()), (case, found)
 
 
+@pytest.mark.slow
 @has_triton
 def test_points_that_lie_close_together_have_gradients_too(interpreted: dict[str, list[Any]]) -> None:
     half, exact = interpreted["near"]
@@ -104,16 +108,19 @@ def test_points_that_lie_close_together_have_gradients_too(interpreted: dict[str
     assert exact < 3e-3
 
 
+@pytest.mark.slow
 @has_triton
 def test_gradients_of_few_points_are_not_lost_among_those_of_many(interpreted: dict[str, list[Any]]) -> None:
     assert interpreted["few_among_many"][0] < 1e-5
 
 
+@pytest.mark.slow
 @has_triton
 def test_masked_points_leave_no_trace_in_gradients(interpreted: dict[str, list[Any]]) -> None:
     assert interpreted["leaves_out"][0] == {"same": True, "none": True, "finite": True, "nothing": True}
 
 
+@pytest.mark.slow
 @has_triton
 def test_a_model_learns_by_the_kernels_what_it_would_by_operators(interpreted: dict[str, list[Any]]) -> None:
     for case, found in zip(MODELS, interpreted["model"], strict=True):
@@ -122,12 +129,14 @@ def test_a_model_learns_by_the_kernels_what_it_would_by_operators(interpreted: d
         assert all(error < tolerance for error in found["errors"]), case
 
 
+@pytest.mark.slow
 @has_triton
 def test_chunks_are_met_a_bounded_number_of_points_at_a_time(interpreted: dict[str, list[Any]]) -> None:
     for found in interpreted["model"]:
         assert found["points"] == [[150, 150, 150, 80], [100, 100, 100, 100, 100, 30]]
 
 
+@pytest.mark.slow
 @has_triton
 def test_gradients_that_are_no_numbers_are_seen_but_not_in_other_tasks(
     interpreted: dict[str, list[Any]],
@@ -137,6 +146,7 @@ def test_gradients_that_are_no_numbers_are_seen_but_not_in_other_tasks(
     assert all(found.values()), found
 
 
+@pytest.mark.slow
 @has_triton
 def test_what_changes_before_the_backward_pass_is_noticed(interpreted: dict[str, list[Any]]) -> None:
     said = interpreted["changed"][0]
@@ -144,6 +154,7 @@ def test_what_changes_before_the_backward_pass_is_noticed(interpreted: dict[str,
     assert all("modified by an inplace operation" in line for line in said), said
 
 
+@pytest.mark.slow
 @has_triton
 def test_kernels_that_fail_in_a_backward_pass_say_what_to_do(interpreted: dict[str, list[Any]]) -> None:
     (said, failures), starved = (interpreted["breaks"][0][why] for why in ("broken", "starved"))
@@ -153,6 +164,7 @@ def test_kernels_that_fail_in_a_backward_pass_say_what_to_do(interpreted: dict[s
     assert starved == ["no memory", None]  # which may come back
 
 
+@pytest.mark.slow
 @has_triton
 def test_second_derivatives_are_refused_here_too(interpreted: dict[str, list[Any]]) -> None:
     assert "once_differentiable" in interpreted["second"][0]

@@ -62,6 +62,7 @@ def interpreted() -> dict[str, list[Any]]:
     return {name: [next(results) for _ in several] for name, several in CASES.items()}
 
 
+@pytest.mark.slow
 @has_triton
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_kernels_agree_with_float64_operators_at_every_size(
@@ -79,6 +80,7 @@ def test_the_kernels_agree_with_float64_operators_at_every_size(
     assert compared >= 4
 
 
+@pytest.mark.slow
 @has_triton
 def test_masks_states_of_the_trained_model_updates_and_merges_hold_in_the_kernels_too(
     interpreted: dict[str, list[Any]],
@@ -96,6 +98,7 @@ def test_masks_states_of_the_trained_model_updates_and_merges_hold_in_the_kernel
     assert all(d == 0 for name, d in merged.items() if "nothing" in name), merged
 
 
+@pytest.mark.slow
 @has_triton
 def test_one_point_more_takes_one_launch_and_of_many_tasks_two(interpreted: dict[str, list[Any]]) -> None:
     for case, found in zip(EXTENDED, interpreted["extend"], strict=True):
@@ -106,6 +109,7 @@ def test_one_point_more_takes_one_launch_and_of_many_tasks_two(interpreted: dict
         assert found["counted"], case
 
 
+@pytest.mark.slow
 @has_triton
 def test_weights_changed_between_updates_are_seen_by_the_kernels(interpreted: dict[str, list[Any]]) -> None:
     (differences,) = interpreted["changed"]
@@ -113,6 +117,7 @@ def test_weights_changed_between_updates_are_seen_by_the_kernels(interpreted: di
     assert max(differences) < 1e-4
 
 
+@pytest.mark.slow
 @has_triton
 def test_the_checksum_is_that_of_its_formula_and_sees_every_bit(interpreted: dict[str, list[Any]]) -> None:
     (found,) = interpreted["checksum"]

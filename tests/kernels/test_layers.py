@@ -52,6 +52,7 @@ def interpreted() -> dict[str, Any]:
     return {"model": model, "compiled": compiled, "exact": exact, "half": half}
 
 
+@pytest.mark.slow
 @has_triton
 def test_values_and_all_gradients_agree_with_float64_at_every_size(interpreted: dict[str, Any]) -> None:
     for case, found in zip(EXACT, interpreted["exact"], strict=True):
@@ -60,6 +61,7 @@ def test_values_and_all_gradients_agree_with_float64_at_every_size(interpreted: 
         assert found["unseen"] == 0, case
 
 
+@pytest.mark.slow
 @has_triton
 def test_half_precision_rounds_operands_and_nothing_else(interpreted: dict[str, Any]) -> None:
     for case, found in zip(HALF, interpreted["half"], strict=True):
@@ -67,6 +69,7 @@ def test_half_precision_rounds_operands_and_nothing_else(interpreted: dict[str, 
         assert 1e-5 < max(found["errors"]) < 4e-3, case
 
 
+@pytest.mark.slow
 @has_triton
 def test_a_model_learns_and_predicts_by_whole_layers(interpreted: dict[str, Any]) -> None:
     assert interpreted["model"]["calls"] == {"_feed": 5, "_attention": 4}
@@ -80,6 +83,7 @@ def test_functions_are_marked_as_pytorch_marks_what_a_compiler_calls_once() -> N
         assert vars(function) == vars(marked) != {}
 
 
+@pytest.mark.slow
 @has_triton
 @pytest.mark.compiles
 def test_a_compiler_leaves_layers_whole_at_every_size(interpreted: dict[str, Any]) -> None:
