@@ -17,8 +17,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from constmem.core.files import read_json, write_text
-from constmem.core.model import ABOUT, WEIGHTS
+from constmem.core.files import ABOUT, WEIGHTS, read_json, write_text
 from constmem.evaluation.rows import read_rows
 from constmem.neural_processes import NeuralProcess
 

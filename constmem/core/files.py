@@ -1,4 +1,4 @@
-"""Files that are whole or not there: atomic writing, checksums, clear errors of damage."""
+"""Files that are whole or not there: atomic writing, checksums, clear errors of damage; a model's folder."""
 
 import contextlib
 import errno
@@ -24,6 +24,10 @@ try:
 except ImportError:  # on Windows
     fcntl = None  # type: ignore[assignment]
 
+SHIPPED = {
+    path.parent.name: path.parent for path in Path(__file__).parents[1].glob("*/pretrained/*/config.json")
+}
+CONFIG, WEIGHTS, ABOUT = "config.json", "model.safetensors", "about.json"  # of a model's folder
 CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})"')
 SEALED = "s"  # behind the version of a file that has a checksum: without one it is damaged, not old
 BLANK = b"0" * 64  # what the checksum is while it is computed
@@ -247,3 +251,34 @@ def require_sound(path: Path, config: Mapping[str, Any], tensors: Mapping[str, T
                 f"{path} is damaged: {name} is {value}, far beyond what the weights beside it can "
                 "be of; save the model again"
             )
+
+
+def home_of(folder: str | os.PathLike[str]) -> Path:
+    """Where a model is: a folder, or that of weights which come with the package."""
+    here = all((Path(folder) / name).is_file() for name in (CONFIG, WEIGHTS))
+    return Path(folder) if here else SHIPPED.get(str(folder), Path(folder))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The name of a model and its config."""
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"there is no {path}: from_pretrained needs a folder that save_pretrained wrote (as a run does "
+            f"with its first checkpoint), or one of the names {', '.join(map(repr, sorted(SHIPPED)))}"
+        )
+    content = read_json(path, "save the model again")
+    fields = content if isinstance(content, dict) else {}
+    if not isinstance(fields.get("model"), str) or not isinstance(fields.get("config"), dict):
+        raise ValueError(
+            f"{path} is damaged or of another kind: it does not hold the name of a model and its config; "
+            "save the model again"
+        )
+    return fields
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """What is known of weights that come with the package: their checksums, what they were trained on."""
+    if folder not in SHIPPED.values():
+        return {}
+    about: dict[str, Any] = read_json(folder / ABOUT, "install constmem again")
+    return about

@@ -16,14 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from constmem.core import checks
-from constmem.core.files import read_json, read_tensors, require_sound, write_tensors, write_text
+from constmem.core.files import (
+    CONFIG,
+    WEIGHTS,
+    home_of,
+    read_about,
+    read_config,
+    read_tensors,
+    require_sound,
+    write_tensors,
+    write_text,
+)
 from constmem.kernels import Snapshot
 
-SHIPPED = {
-    path.parent.name: path.parent for path in Path(__file__).parents[1].glob("*/pretrained/*/config.json")
-}
 KIND, VERSION = "constmem.model", 1
-CONFIG, WEIGHTS, ABOUT = "config.json", "model.safetensors", "about.json"
 _NOTHING = nullcontext()
 AnyModel = TypeVar("AnyModel", bound="Model")
 R = TypeVar("R")
@@ -125,7 +131,7 @@ class Model(nn.Module, ABC):
         """
         folder = home_of(folder)
         where = None if device is None else checks.device(device)
-        path, about = Path(folder) / CONFIG, _read_about(Path(folder))
+        path, about = Path(folder) / CONFIG, read_about(Path(folder))
         content = read_config(path)
         kind = cls._named(content["model"], folder)
         known = about.get("sha256", {})
@@ -280,37 +286,6 @@ def _settings(kind: type[Model]) -> list[inspect.Parameter]:
         if all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
             break
     return list(found.values())
-
-
-def home_of(folder: str | os.PathLike[str]) -> Path:
-    """Where a model is: a folder, or that of weights which come with the package."""
-    here = all((Path(folder) / name).is_file() for name in (CONFIG, WEIGHTS))
-    return Path(folder) if here else SHIPPED.get(str(folder), Path(folder))
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The name of a model and its config."""
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"there is no {path}: from_pretrained needs a folder that save_pretrained wrote (as a run does "
-            f"with its first checkpoint), or one of the names {', '.join(map(repr, sorted(SHIPPED)))}"
-        )
-    content = read_json(path, "save the model again")
-    fields = content if isinstance(content, dict) else {}
-    if not isinstance(fields.get("model"), str) or not isinstance(fields.get("config"), dict):
-        raise ValueError(
-            f"{path} is damaged or of another kind: it does not hold the name of a model and its config; "
-            "save the model again"
-        )
-    return fields
-
-
-def _read_about(folder: Path) -> dict[str, Any]:
-    """What is known of weights that come with the package: their checksums, what they were trained on."""
-    if folder not in SHIPPED.values():
-        return {}
-    about: dict[str, Any] = read_json(folder / ABOUT, "install constmem again")
-    return about
 
 
 def _digest(content: Mapping[str, Any]) -> str:

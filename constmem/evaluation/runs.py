@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 
 from constmem.core import checks
 from constmem.core.costs import Peak, progress
-from constmem.core.files import write_text
-from constmem.core.model import WEIGHTS
+from constmem.core.files import WEIGHTS, write_text
 from constmem.core.registry import of_events
 from constmem.data import Events, simulated
 from constmem.data.catalogue import DATASETS

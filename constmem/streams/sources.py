@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from constmem.core.model import CONFIG, home_of, read_config
+from constmem.core.files import CONFIG, home_of, read_config
 from constmem.core.registry import EVENTS
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess

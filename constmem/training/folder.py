@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from constmem.core import checks
+from constmem.core import checks, files
 from constmem.core.files import clear_unfinished, read_json, read_tensors, write_tensors, write_text
-from constmem.core.model import CONFIG, WEIGHTS, Model, misfit
+from constmem.core.model import Model, misfit
 from constmem.data import EventLog, Table
 from constmem.training.log import BOARD, Log
 from constmem.training.log import FILE as METRICS
@@ -27,7 +27,7 @@ from constmem.training.recipes import complete
 KIND, VERSION = "constmem.checkpoint", 1
 RUN, CHECKPOINT, LOCK = "run.json", "checkpoint.safetensors", "lock"
 TABLE, EVENTS = "table.safetensors", "events.safetensors"  # the rows or events of a run on one's own data
-WRITTEN = (CONFIG, WEIGHTS, CHECKPOINT, METRICS, TABLE, EVENTS, "eval.json")  # beside run.json
+WRITTEN = (files.CONFIG, files.WEIGHTS, CHECKPOINT, METRICS, TABLE, EVENTS, "eval.json")  # beside run.json
 LOST = 3  # steps between two lines of the log that may be passed over
 _log = logging.getLogger("constmem")
 
@@ -288,7 +288,7 @@ class Keeper:
         if self.step is not None:
             kept = f"the last good checkpoint is {self.out / CHECKPOINT}, of step {self.step}"
             kept += ": --resume goes on from it, if the cause is gone"
-        if (self.out / WEIGHTS).exists():
+        if (self.out / files.WEIGHTS).exists():
             kept += f"; --set start={self.out} begins a new run with the best weights so far"
         return StoppedError(
             f"{what}: start anew, in another --out, with a smaller lr or clip, for instance --set "
