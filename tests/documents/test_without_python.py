@@ -18,6 +18,8 @@ def test_what_the_page_costs_is_what_was_measured() -> None:
         f"one update | {digit['update_ms']:.2f} ms | {curve['update_ms']:.2f} ms",
         f"all predictions | {digit['complete_ms']:.0f} ms, of 784 pixels | {curve['complete_ms']:.0f} ms",
         f"the state | {digit['state_bytes'] / 1e3:.0f} kB | {curve['state_bytes'] / 1e3:.0f} kB",
+        f"as shipped | {digit['log_likelihood']:.4f} | {curve['log_likelihood']:.4f} |",
+        f"rounding | {digit['log_likelihood_rounded']:.4f} | {curve['log_likelihood_rounded']:.4f} |",
     )
     for line in lines:
         assert line in text
