@@ -10,7 +10,8 @@ from torch.export import Dim
 from constmem.core.algebra import EMPTY
 from constmem.core.moments import Moments
 from constmem.data.prior import SHOWN, context_inputs, residual_of, target_inputs
-from constmem.integrations.onnx_verbs import Merge, Observe, Read, Verb, Work, sums
+from constmem.integrations.onnx_verbs import Merge, Observe, Read, Verb, Work, exportable, sums
+from constmem.neural_processes import CMANP
 from constmem.tabular import evidence
 from constmem.tabular.answers import DOUBT, TAILS
 from constmem.tabular.evidence import KERNEL
@@ -29,10 +30,10 @@ EVIDENCE = (
 class _Table(Verb):
     """A verb of a tables' learner; the model is that of its residuals, if they are learned."""
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, learner: Learner, model: CMANP | None) -> None:
         memory = learner.memory
         assert memory is not None
-        super().__init__(None if memory.residuals is None else shipped())
+        super().__init__(model)
         self.features, self.discrete = memory.features, learner.discrete
         self.residuals: Any = memory.residuals
         self.centre, self.scale = (torch.from_numpy(t) for t in (learner.center, learner.scale))
@@ -112,14 +113,15 @@ def of_table(learner: Learner) -> tuple[dict[str, Work], dict[str, Any]]:
     memory, columns = learner.memory, learner.columns
     assert memory is not None
     assert columns is not None
-    n, residuals = Dim("rows"), memory.residuals
+    n = Dim("rows")
+    model = None if memory.residuals is None else exportable(shipped())
     k: Any = Dim("classes", min=1) if learner.discrete else None
     p, count = memory.features.width, max(memory.targets, 3) if learner.discrete else memory.targets
     moments = Moments.empty(p, count)
     state = {name: getattr(moments, name) for name in Moments.NAMES}
     axes: list[Any] = [None, {1: k}, {0: k}, None] if learner.discrete else [None] * 4
-    if residuals is not None:
-        slots = shipped().empty(count).tensors()
+    if model is not None:
+        slots = model.empty(count).tensors()
         state, axes = {f"residuals.{name}": t for name, t in slots.items()} | state, [None] * 3 + axes
     names, held = list(state), [t.clone() for t in state.values()]
     out, others = [f"{name}_out" for name in names], [f"other_{name}" for name in names]
@@ -131,13 +133,13 @@ def of_table(learner: Learner) -> tuple[dict[str, Work], dict[str, Any]]:
     more, more_names, answers = [], [], ["mean", "variance"]
     work: dict[str, Work] = {}
     with torch.no_grad():
-        if residuals is not None:
-            latents = shipped().read(shipped().empty(count))
+        if model is not None:
+            latents = model.read(model.empty(count))
             more, more_names = [latents, torch.ones(count).long()], ["latents", "residuals.count"]
             answers += ["means", "stds", "log_weight"]
-            work["read"] = (Read(shipped()), (held[0],), (None,), names[:1], ["latents"])
-    merge = Merge(None if residuals is None else shipped())
-    observe, update, predict = (kind(learner) for kind in (_ObserveTable, _UpdateTable, _PredictTable))
+            work["read"] = (Read(model), (held[0],), (None,), names[:1], ["latents"])
+    merge = Merge(model)
+    observe, update, predict = (kind(learner, model) for kind in (_ObserveTable, _UpdateTable, _PredictTable))
     work |= {
         "observe": (observe, (x, fold, y), (rows, rows, target), asked, names),
         "update": (update, (held, x, fold, y), (axes, rows, rows, target), [*names, *asked], out),

@@ -1,11 +1,13 @@
 """The verbs of models as modules on plain tensors, which can be exported one by one."""
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
+from constmem.core.layers import CrossAttention, SelfAttention
 from constmem.core.moments import Moments
 from constmem.neural_processes import CMANP
 from constmem.neural_processes.regression import Posterior
@@ -20,6 +22,34 @@ class Verb(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+
+
+class _Attention(nn.Module):
+    """Attention as few operations of a graph: keys and values apart."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        query, key_value = own.query.weight.detach(), own.key_value.weight.detach()
+        self.heads, self.out = own.num_heads, own.out
+        self.scale = (query.shape[0] // own.num_heads) ** -0.5
+        self.weights = nn.ParameterList([query.mT, *(part.mT for part in key_value.chunk(2))])
+
+    def forward(self, x: Tensor, context: Tensor, mask: None) -> Tensor:
+        assert mask is None
+        given = zip((x, context, context), self.weights, strict=True)
+        q, k, v = ((t @ weight).unflatten(-1, (self.heads, -1)) for t, weight in given)
+        shares = (self.scale * (q.transpose(1, 2) @ k.permute(0, 2, 3, 1))).softmax(-1)
+        made: Tensor = self.out((shares @ v.transpose(1, 2)).transpose(1, 2).flatten(2))
+        return made
+
+
+def exportable(model: Any) -> Any:
+    """A copy of a model whose attention makes small graphs."""
+    made = copy.deepcopy(model)
+    for part in list(made.modules()):
+        if isinstance(part, CrossAttention | SelfAttention):
+            part.attention = _Attention(part.attention)  # type: ignore[assignment]
+    return made
 
 
 def merged(value: Tensor, lse: Tensor, other_value: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,6 +126,7 @@ Work = tuple[Verb, tuple[Any, ...], tuple[Any, ...], list[str], list[str]]  # an
 
 def of_points(model: CMANP) -> tuple[dict[str, Work], dict[str, Any]]:
     """Every verb of a model of points, with examples of its arguments; and what a runner must know."""
+    model = exportable(model)
     b, n, m = Dim("batch"), Dim("points"), Dim("targets")
     x, y, xt = (torch.zeros(3, k, dim, dtype=torch.float64) for k, dim in (
         (5, model.dim_x), (5, model.dim_y), (7, model.dim_x)
@@ -179,6 +210,7 @@ class _Marks(Verb):
 
 def of_events(model: CMHP) -> tuple[dict[str, Work], dict[str, Any]]:
     """Every verb of a model of events, with examples of its arguments; and what a runner must know."""
+    model = exportable(model)
     b, n = Dim("batch"), Dim("events")
     blank = model.empty(torch.zeros(3, dtype=torch.float64)).tensors()
     names, state = list(blank), [t.clone() for t in blank.values()]
