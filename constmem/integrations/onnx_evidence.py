@@ -210,6 +210,27 @@ def quantile(laws: Laws, level: float) -> Array:
     return np.asarray((low + high) / 2)
 
 
+def usual(moments: Moments, groups: Groups) -> float | None:
+    """How much of the kernel features do not explain at the rows seen, on average; None without one."""
+    count, kernel = float(moments["count"]), groups.get("kernel")
+    if kernel is None or not count:
+        return None
+    return max(1.0 - float(np.diagonal(moments["gram"])[kernel].sum()) / count, 0.0)
+
+
+def symmetric(lower: Array, size: int) -> Array:
+    """A matrix from its lower triangle."""
+    made = np.zeros((size, size))
+    made[np.tril_indices(size)] = lower
+    return np.asarray(made + np.tril(made, -1).T)
+
+
+def together(rows: list[tuple[Array, Array]], targets: int) -> tuple[Array, Array]:
+    """Rows and their targets as one table; targets that came up later are zero."""
+    y = [np.pad(y, ((0, 0), (0, targets - y.shape[1]))) for _, y in rows]
+    return np.concatenate([x for x, _ in rows]), np.concatenate(y)
+
+
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two sets of frozen parts are one."""
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)

@@ -45,28 +45,23 @@ class TableRunner(Exported):
         self.constants: dict[str, Any] = self.about["constants"]
         self.groups = {name: slice(*ends) for name, ends in self.about["groups"].items()}
         self._frozen: dict[str, Any] | None = None
+        self._rows: list[tuple[Array, Array]] = []  # that wait to be summed
         self.load(Path(folder) / "learned.safetensors")
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from an estimator that `save`, here or of the library, wrote, of the same frozen parts."""
         tensors, words = read(Path(path), STATE)
         header = json.loads(words["content"])
-        mine = [name for name in tensors if not name.startswith(("memory.", "residuals.state."))]
-        if self.about["discrete"]:
-            mine = [name for name in mine if name not in ("center", "scale")]  # one a class
-        frozen: dict[str, Any] = {name: tensors[name] for name in mine} | {"columns": header["columns"]}
+        others = ("memory.", "residuals.state.", *(("center", "scale") if self.about["discrete"] else ()))
+        frozen: dict[str, Any] = {name: t for name, t in tensors.items() if not name.startswith(others)}
+        frozen["columns"] = header["columns"]
         if self._frozen is not None and not evidence.same(self._frozen, frozen):
-            raise ValueError(
-                f"{path} has frozen other columns or features than the model that was exported: export that "
-                "estimator, or save one that was spawned from the same"
-            )
-        self._frozen, self.header = frozen, header
+            raise ValueError(f"{path} has frozen other columns or features than what was exported: export it")
+        self._frozen, self.header, self._rows = frozen, header, []
         self.columns = Columns.of(header["columns"])
         memory = {n.removeprefix("memory.0."): t for n, t in tensors.items() if n.startswith("memory.0.")}
-        cross = memory["cross"]
-        gram = np.zeros((len(cross), len(cross)))
-        gram[np.tril_indices(len(cross))] = memory["gram"]
-        state = {"gram": gram + np.tril(gram, -1).T} | {n: memory[n] for n in ("cross", "square", "count")}
+        gram = evidence.symmetric(memory["gram"], len(memory["cross"]))
+        state = {"gram": gram} | {n: memory[n] for n in ("cross", "square", "count")}
         start = "residuals.state."
         state |= {"residuals." + n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
         self.state = {name: np.array(state[name]) for name in self.about["names"]}
@@ -78,9 +73,8 @@ class TableRunner(Exported):
             left = self._solved(self._precisions)[2]
             self._known = Known(memory["noise"], float(memory["freedom"]), left, float(self.state["count"]))
         self._folded()
-        about = header["about"]
-        self.flat = bool(about.get("flat", True))
-        self.order = np.array(about["order"], about["dtype"]) if self.about["discrete"] else None
+        own, self.flat = header["about"], bool(header["about"].get("flat", True))
+        self.order = np.array(own["order"], own["dtype"]) if self.about["discrete"] else None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write an estimator that the library, and `load`, read."""
@@ -110,7 +104,7 @@ class TableRunner(Exported):
         blank = {name: np.zeros_like(array) for name, array in self.state.items()}
         if "residuals.lse" in blank:
             blank["residuals.lse"] = np.full_like(blank["residuals.lse"], self.constants["EMPTY"])
-        made.state, made.seen, made._waiting, made._asked = blank, 0, 0, False
+        made._rows, made.state, made.seen, made._waiting, made._asked = [], blank, 0, 0, False
         made._precisions, made._known, made._searched, made._since = None, None, 0.0, 0
         made._folded()
         return made
@@ -129,9 +123,8 @@ class TableRunner(Exported):
         """Learn more rows."""
         x = self.columns(frame_of(X))
         targets = self._targets(y, len(x))
-        for start in range(0, len(x), PIECE):
-            rows = slice(start, start + PIECE)
-            self._learn(x[rows], targets[rows])
+        for i in range(0, len(x), PIECE):
+            self._learn(x[i : i + PIECE], targets[i : i + PIECE])
         return self
 
     def _targets(self, y: Any, rows: int) -> Array:
@@ -164,15 +157,23 @@ class TableRunner(Exported):
         many = len(x) > RECENT // 2
         if many or self._waiting + len(x) > RECENT:
             self._fold()
-        for start in range(0, len(x), CHUNK):
-            rows = slice(start, start + CHUNK)
-            found = self._run("update", x=x[rows], fold=evidence.fold_of(x[rows]), y=y[rows])
-            self.state = {name: found[f"{name}_out"] for name in self.state}
+        self._rows.append((x, y))
         self.seen, self._waiting, self._memory = self.seen + len(x), self._waiting + len(x), None
         if many or self._waiting >= RECENT:
             self._fold()
 
+    def _flush(self) -> None:
+        """Take the rows that wait into the sums: many at once cost little more than one."""
+        rows, self._rows = self._rows, []
+        if rows:
+            x, y = evidence.together(rows, self.state["cross"].shape[1])
+            for i in range(0, len(x), CHUNK):
+                some = x[i : i + CHUNK]
+                found = self._run("update", x=some, fold=evidence.fold_of(some), y=y[i : i + CHUNK])
+                self.state = {name: found[f"{name}_out"] for name in self.state}
+
     def _fold(self) -> None:
+        self._flush()
         rows, self._waiting = self._waiting, 0
         if not rows:
             return
@@ -185,9 +186,7 @@ class TableRunner(Exported):
     def _folded(self) -> None:
         """Note how much of the kernel features explain, on average of the rows so far."""
         self._memory = None
-        count, kernel = float(self.state["count"]), self.groups.get("kernel")
-        explained = 0.0 if kernel is None else float(self.state["gram"].diagonal()[kernel].sum())
-        self._usual = max(1.0 - explained / count, 0.0) if kernel is not None and count else None
+        self._usual = evidence.usual(self.state, self.groups)
 
     def _now(self, left: Array) -> Known:
         """Noise and freedom, given the rows that came since they were known, too."""
@@ -201,6 +200,7 @@ class TableRunner(Exported):
         """Take all that another one of the same frozen columns and features has learned."""
         if other is self or not evidence.same(self._frozen or {}, other._frozen or {}):
             raise ValueError("only runners spawned from one estimator can be merged, and none with itself")
+        other._flush()
         theirs = dict(other.state)
         if self.order is not None and other.order is not None:
             self._targets(other.order, len(other.order))  # takes classes that are new
@@ -224,6 +224,7 @@ class TableRunner(Exported):
             raise ValueError("nothing was learned yet: give rows to partial_fit first")
         if self._memory is not None:
             return dict(self._memory[0]), float(self._memory[1])
+        self._flush()
         if not self._asked and (self._known is None or self._precisions is None):
             self._fold()
             found, noise, freedom = evidence.search(self.state, self.groups, self._precisions, self.constants)
