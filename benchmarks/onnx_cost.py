@@ -1,6 +1,6 @@
-"""What an exported model costs on onnxruntime, and how far it is from PyTorch: the shipped digits.
+"""What exported models cost on onnxruntime, and how far they are from PyTorch: the shipped weights, a table.
 
-python benchmarks/onnx_cost.py              # two or three minutes
+python benchmarks/onnx_cost.py              # five minutes
 """
 
 import subprocess
@@ -13,9 +13,11 @@ import numpy as np
 import record
 import torch
 
-from constmem import CMANP
+from constmem import CMANP, StreamingRegressor
+from constmem.data import power_plant
 from constmem.integrations.onnx import export
 from constmem.integrations.onnx_runner import Runner
+from constmem.integrations.onnx_table_runner import TableRunner
 
 UPDATES, ROUNDS = 20_000, 100
 RESIDENT = (  # of a process of its own, at the most
@@ -42,15 +44,14 @@ def measured(folder: Path, model: CMANP, *, half: bool) -> dict[str, Any]:
         state = model.condition(x, y)
         wanted = model.query(state, xt)
     mean, std = runner.predict(xt)
-    one, given = runner.fork(), {"value": runner.state["value"]}
-    memory = runner._run("read", **given)[0]
+    one, memory = runner.fork(), runner.read()
     resident = subprocess.run([sys.executable, "-c", RESIDENT], cwd=folder, capture_output=True, check=True)
-    first, points = (x[:, :1], y[:, :1]), {"memory": memory, "xt": xt.double().numpy()}
+    first, points = (x[:, :1], y[:, :1]), memory | {"xt": xt.double().numpy()}
     with torch.no_grad():
         decoded = model.read(state)
         ours = {
             "update": lambda: one.observe(*first),
-            "read": lambda: runner._run("read", **given),
+            "read": lambda: runner._run("read"),
             "predict_784": lambda: runner._run("predict", **points),
         }
         theirs = {
@@ -73,6 +74,57 @@ def measured(folder: Path, model: CMANP, *, half: bool) -> dict[str, Any]:
     }
 
 
+def gp(folder: Path) -> dict[str, Any]:
+    """The shipped curves, whose state has moments, after single updates."""
+    model, generator = CMANP.from_pretrained("gp"), torch.Generator().manual_seed(0)
+    export(model, folder)
+    x = 4 * torch.rand(1, UPDATES, 1, generator=generator) - 2
+    xt, y, runner = torch.linspace(-2, 2, 121)[None, :, None], torch.sin(3 * x), Runner(folder)
+    for i in range(UPDATES):
+        runner.observe(x[:, i : i + 1], y[:, i : i + 1])
+    with torch.no_grad():
+        state = model.condition(x, y)
+        wanted = model.query(state, xt)
+    mean, std = runner.predict(xt)
+    made = {name: t.numpy() for name, t in state.tensors().items()}
+    off = [np.abs(runner.state[name] - t).max() / np.abs(t).max() for name, t in made.items()]
+    return {
+        "model": "gp", "updates": UPDATES, "state_off_by": float(max(off)),
+        "mean_off_by": float(np.abs(mean - wanted.mean.numpy()).max()),
+        "std_off_by": float(np.abs(std - wanted.stddev.numpy()).max()),
+    }  # fmt: skip
+
+
+def table(folder: Path) -> dict[str, Any]:
+    """An estimator of the power plant, after single rows; errors are in deviations of the target."""
+    x, y = power_plant()
+    estimator = StreamingRegressor().fit(x[:1024], y[:1024])
+    export(estimator, folder)
+    runner, spread = TableRunner(folder), float(y.std())
+    order = np.arange(UPDATES) % len(x)
+    for i in order:
+        runner.partial_fit(x[i : i + 1], y[i : i + 1])
+    estimator.partial_fit(x[order], y[order])
+    asked = x[-500:]
+    (mean, std), (wanted, deviation) = (made.predict(asked, True) for made in (runner, estimator))
+    moments = estimator.learner_.memory.traces[0].moments  # type: ignore[union-attr]
+    parts = {name: getattr(moments, name).numpy() for name in ("gram", "cross", "square")}
+    off = [np.abs(runner.state[name] - t).max() / np.abs(t).max() for name, t in parts.items()]
+    more = StreamingRegressor.load(folder / "learned.safetensors")
+    one, row = runner.spawn(), (x[:1], y[:1])
+    return {
+        "model": "power plant", "updates": UPDATES, "state_off_by": float(max(off)),
+        "mean_off_by": float(np.abs(mean - wanted).max() / spread),
+        "std_off_by": float(np.abs(std - deviation).max() / spread),
+        "megabytes": round(sum(path.stat().st_size for path in folder.glob("*.onnx")) / 1e6, 2),
+        **fastest({"row": lambda: one.partial_fit(*row), "row_pytorch": lambda: more.partial_fit(*row)}),
+        **fastest({
+            "predict_500": lambda: runner.predict(asked, True),
+            "predict_500_pytorch": lambda: estimator.predict(asked, True),
+        }),
+    }  # fmt: skip
+
+
 def main() -> None:
     torch.set_num_threads(1)
     rows = []
@@ -85,7 +137,12 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             row = measured(Path(folder), model, half=half)
         print(row)
-        rows.append(row | record.provenance(0, "random points"))
+        rows.append({"model": "emnist", **row} | record.provenance(0, "random points"))
+    for work, data in ((gp, "a sine"), (table, "the power plant's rows, again and again")):
+        with tempfile.TemporaryDirectory() as folder:
+            row = work(Path(folder))
+        print(row)
+        rows.append(row | record.provenance(0, data))
     record.save("onnx_cost", rows, command="python benchmarks/onnx_cost.py")
 
 

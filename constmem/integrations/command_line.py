@@ -12,12 +12,14 @@ def register(app: typer.Typer) -> None:
 
 
 def export(
-    model: Annotated[str, typer.Argument(help="A folder that holds a model, or emnist.")],
+    model: Annotated[str, typer.Argument(help="A folder of a model, emnist, gp, or an estimator's file.")],
     out: Annotated[Path, typer.Option(help="Folder to write to.")],
     to: Annotated[str, typer.Option(help="onnx.")] = "onnx",
     half: Annotated[bool, typer.Option("--half", help="Weights as float16: half the size.")] = False,
 ) -> None:
-    """Write a CMANP or CMHP for use without PyTorch: ONNX graphs, and a runner on onnxruntime and numpy.
+    """Write a model for use without PyTorch: ONNX graphs, and a runner on onnxruntime and numpy.
+
+    Models are CMANP, CMHP, and what `constmem fit` wrote of a table.
 
     constmem export emnist --to onnx --out digits
     """

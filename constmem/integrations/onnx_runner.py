@@ -19,10 +19,10 @@ from uuid import uuid4
 import numpy as np
 import onnxruntime
 
-FORMAT, VERSION = "constmem.onnx", 1
-EMPTY = -(2.0**100)  # the log-normaliser of nothing
+FORMAT, VERSION = "constmem.onnx", 2
 NOTHING = ""  # the fingerprint of a state that has seen nothing
 CHUNK = 1024  # points observed at once; never changes a result
+PROVIDERS, SLOWER = ["CPUExecutionProvider"], ["SkipLayerNormFusion"]  # slower than what it replaces
 NUMBERS = {"F64": np.float64, "I64": np.int64}
 CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})"')
 Array = np.ndarray[Any, Any]
@@ -32,6 +32,7 @@ class Exported:
     """Graphs that `constmem export --to onnx` wrote, and a state of constant size."""
 
     KIND = ""
+    _memory: Any = None  # what `read` makes of the state
 
     def __init__(self, folder: str | os.PathLike[str], threads: int) -> None:
         path = Path(folder) / "model.json"
@@ -51,12 +52,14 @@ class Exported:
         self.about: dict[str, Any] = about
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
-        self._graphs: dict[str, Any] = {}
+        self._graphs: dict[str, tuple[Any, list[str], list[str]]] = {}
         for name, sha256 in about["graphs"].items():
             content = (Path(folder) / f"{name}.onnx").read_bytes()
             if hashlib.sha256(content).hexdigest() != sha256:
                 raise ValueError(f"{Path(folder) / name}.onnx is damaged: export the model again")
-            self._graphs[name] = onnxruntime.InferenceSession(content, options, ["CPUExecutionProvider"])
+            made = onnxruntime.InferenceSession(content, options, PROVIDERS, disabled_optimizers=SLOWER)
+            takes, gives = ([t.name for t in names] for names in (made.get_inputs(), made.get_outputs()))
+            self._graphs[name] = made, takes, gives
         self.state: dict[str, Array] = {}
 
     @property
@@ -76,19 +79,13 @@ class Exported:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state as the library does: it reads it, and so does `load`."""
-        seen = bool(self.count.any())
-        content = _written(self.state, self.about["fingerprint"] if seen else NOTHING, self.about["state"])
-        target = Path(path)
-        partial = target.with_name(f".{target.name}.{uuid4().hex}")
-        try:
-            partial.write_bytes(content)
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        fingerprint = self.about["fingerprint"] if self.count.any() else NOTHING
+        write(Path(path), self.state, {"format": self.about["state"], "fingerprint": fingerprint})
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a state that `save`, or the library, wrote."""
-        state, fingerprint = _read(Path(path), self.about["state"])
+        state, words = read(Path(path), self.about["state"])
+        fingerprint = words.get("fingerprint") or NOTHING
         if fingerprint not in (NOTHING, self.about["fingerprint"]):
             raise ValueError(
                 f"{path} was made by other weights (fingerprint {fingerprint}, these "
@@ -102,11 +99,25 @@ class Exported:
         self._set(state)
 
     def _set(self, state: dict[str, Array]) -> None:
-        self.state = state
+        self.state, self._memory = {name: state[name] for name in self.about["blank"]}, None
 
-    def _run(self, graph: str, **given: Array) -> list[Array]:
-        found: list[Array] = self._graphs[graph].run(None, given)
-        return found
+    def _blank(self, batch: int) -> dict[str, Array]:
+        """The state of nothing."""
+        return {
+            name: np.full((batch, *made["shape"]), made["fill"], NUMBERS[made["dtype"]])
+            for name, made in self.about["blank"].items()
+        }
+
+    def _run(self, graph: str, **given: Array) -> dict[str, Array]:
+        """What a graph makes of these, and of what it takes of the state, by name."""
+        made, takes, gives = self._graphs[graph]
+        feed = {name: given[name] if name in given else self.state[name] for name in takes}
+        return dict(zip(gives, made.run(None, feed), strict=True))
+
+    def _changed(self, graph: str, **given: Array) -> dict[str, Array]:
+        """The state that a graph makes of these, and of what it takes of the state."""
+        found = self._run(graph, **given)
+        return {name: found[f"{name}_out"] for name in self.about["blank"]}
 
 
 class Runner(Exported):
@@ -119,58 +130,58 @@ class Runner(Exported):
     """
 
     KIND = "points"
-    _memory: Array | None = None  # what `read` makes of the state
 
     def __init__(self, folder: str | os.PathLike[str], *, batch: int = 1, threads: int = 1) -> None:
         super().__init__(folder, threads)
         if batch < 1:
             raise ValueError(f"batch must be at least 1, not {batch}")
-        *slots, channels = self.about["layout"]
-        value, lse = np.zeros((batch, *slots, channels)), np.full((batch, *slots), EMPTY)
-        self._set({"value": value, "lse": lse, "count": np.zeros(batch, dtype=np.int64)})
+        self._set(self._blank(batch))
 
     def observe(self, x: Any, y: Any) -> None:
         """Take in points: (n, channels), or (batch, n, channels) of several streams."""
         x, y = self._points("x", x), self._points("y", y)
         if x.shape[1] != y.shape[1]:
             raise ValueError(f"x has {x.shape[1]} points, y {y.shape[1]}: give one y for each x")
-        value, lse = self.state["value"], self.state["lse"]
         for i in range(0, x.shape[1], CHUNK):
             here = slice(i, i + CHUNK)
-            value, lse = self._run("update", value=value, lse=lse, x=x[:, here], y=y[:, here])
-        self._set({"value": value, "lse": lse, "count": self.count + x.shape[1]})
+            self._set(self._changed("update", x=x[:, here], y=y[:, here]))
 
     def merge(self, other: "Runner") -> None:
         """Take in all that another stream of the same model has seen."""
         if self.about["fingerprint"] != other.about["fingerprint"] or self.batch != other.batch:
             raise ValueError(
-                "only streams of the same exported model, and of the same batch, can be merged: these are of "
-                f"{self.about['fingerprint']} and {other.about['fingerprint']}, "
-                f"{self.batch} and {other.batch} side by side"
+                "only streams of the same exported model, and as many of them side by side, can be merged: "
+                f"these are {self.batch} of {self.about['fingerprint']} and {other.batch} of "
+                f"{other.about['fingerprint']}"
             )
-        theirs = {f"other_{name}": other.state[name] for name in ("value", "lse")}
-        mine = {name: self.state[name] for name in ("value", "lse")}
-        value, lse = self._run("merge", **mine, **theirs)
-        self._set({"value": value, "lse": lse, "count": self.count + other.count})
+        self._set(self._changed("merge", **{f"other_{name}": t for name, t in other.state.items()}))
 
     def predict(self, xt: Any) -> tuple[Array, Array]:
         """Mean and standard deviation at targets, with the batch in front: (batch, m, dim_y) each."""
         targets = self._points("xt", xt)
+        starts = range(0, max(targets.shape[1], 1), CHUNK)
+        found = [self._run("predict", **self.read(), xt=targets[:, i : i + CHUNK]) for i in starts]
+        return tuple(np.concatenate([part[name] for part in found], 1) for name in ("mean", "std"))  # type: ignore[return-value]
+
+    def read(self) -> dict[str, Array]:
+        """What `predict` needs of the state, by name; made once, until the state changes."""
         if self._memory is None:
-            (self._memory,) = self._run("read", value=self.state["value"])
-        mean, std = self._run("predict", memory=self._memory, xt=targets)
-        return mean, std
+            self._memory = self._run("read", **(self._inverted() if "matrix" in self._graphs else {}))
+        return dict(self._memory)
+
+    def _inverted(self) -> dict[str, Array]:
+        """The matrices of a model with moments, which ONNX cannot invert."""
+        matrix = self._run("matrix")["matrix"]
+        factor = np.linalg.cholesky(matrix)
+        root = np.linalg.inv(factor)
+        log_det = 2 * np.log(np.diagonal(factor, axis1=-2, axis2=-1)).sum(-1)
+        return {"matrix": matrix, "inverse": np.swapaxes(root, -1, -2) @ root, "log_det": log_det}
 
     def fork(self) -> "Runner":
         """A stream that goes on from here by itself."""
         made = object.__new__(Runner)
-        made.about, made._graphs, made._memory = self.about, self._graphs, self._memory
-        made.state = dict(self.state)  # whose arrays are never written to
+        made.__dict__ |= self.__dict__ | {"state": dict(self.state)}  # whose arrays are never written to
         return made
-
-    def _set(self, state: dict[str, Array]) -> None:
-        super()._set(state)
-        self._memory = None
 
     def _points(self, name: str, given: Any) -> Array:
         """Numbers as (batch, n, channels) in float64; refuses what is none, or not finite."""
@@ -182,10 +193,8 @@ class Runner(Exported):
         if points.ndim == 2 and self.batch == 1:
             points = points[None]
         if points.ndim != 3 or points.shape[0] != self.batch or points.shape[2] != dim:
-            raise ValueError(
-                f"{name} has shape {np.shape(given)}, but (n, {dim}) of one stream is needed, or "
-                f"({self.batch}, n, {dim})"
-            )
+            here = f"{name} has shape {np.shape(given)}"
+            raise ValueError(f"{here}, but (n, {dim}) of one stream is needed, or ({self.batch}, n, {dim})")
         if not np.isfinite(points).all():
             first = tuple(int(i) for i in np.argwhere(~np.isfinite(points))[0])
             raise ValueError(f"{name} holds {points[first]} at {first}: leave such points out")
@@ -207,11 +216,7 @@ class EventRunner(Exported):
         begun = np.asarray(start, dtype=np.float64).copy()
         if begun.ndim != 1 or not len(begun) or not np.isfinite(begun).all():
             raise ValueError(f"start must be one finite number for each stream, not {start!r}")
-        blank = {
-            name: np.full((len(begun), *made["shape"]), made["fill"], NUMBERS[made["dtype"]])
-            for name, made in self.about["blank"].items()
-        }
-        self._set(blank | {"start": begun, "last_time": begun})
+        self._set(self._blank(len(begun)) | {"start": begun, "last_time": begun})
 
     def observe(self, times: Any, marks: Any = None) -> None:
         """Take in events in order: (n,) of one stream, or (batch, n); marks of -1 are unknown."""
@@ -220,57 +225,52 @@ class EventRunner(Exported):
         what = np.atleast_2d(np.asarray(what))
         if when.shape != what.shape or when.ndim != 2 or len(when) != self.batch:
             raise ValueError(f"times {when.shape} and marks {what.shape} must be of one shape, (batch, n)")
-        marks_known = self.about["num_marks"]
-        if what.dtype.kind not in "iu" or not ((what >= -1) & (what < marks_known)).all():
-            raise ValueError(f"marks must be whole numbers from 0 to {marks_known - 1}, or -1")
+        if what.dtype.kind not in "iu" or not ((what >= -1) & (what < self.about["num_marks"])).all():
+            raise ValueError(f"marks must be whole numbers from 0 to {self.about['num_marks'] - 1}, or -1")
         if not np.isfinite(when).all() or (np.diff(when, prepend=self.state["last_time"][:, None]) < 0).any():
             raise ValueError("times must be finite, in order, and none before the last event seen")
-        state = self.state
         for i in range(0, when.shape[1], CHUNK):
             here = slice(i, i + CHUNK)
-            given = {"times": when[:, here], "marks": what[:, here].astype(np.int64)}
-            state = dict(zip(self.about["blank"], self._run("update", **state, **given), strict=True))
-        self._set(state)
+            self._set(self._changed("update", times=when[:, here], marks=what[:, here].astype(np.int64)))
 
     def predict(self) -> dict[str, Array]:
         """The next gap as a mixture of log-normals (log_weights, loc, scale), its mean, and features."""
-        names = [given.name for given in self._graphs["predict"].get_inputs()]
-        found = self._run("predict", **{name: self.state[name] for name in names})
-        made = dict(zip(("features", "log_weights", "loc", "scale"), found, strict=True))
+        made = self._run("predict")
         each = made["log_weights"] + made["loc"] + 0.5 * made["scale"] ** 2
         return made | {"mean": np.exp(each).sum(-1)}
 
     def mark_probabilities(self, gap: Any) -> Array:
         """Of every mark, (batch, marks), given that the next event comes after `gap`, one a stream."""
         after = np.broadcast_to(np.asarray(gap, dtype=np.float64), (self.batch,))
-        (found,) = self._run("marks", features=self.predict()["features"], gap=np.ascontiguousarray(after))
-        return np.exp(found)
+        found = self._run("marks", features=self.predict()["features"], gap=np.ascontiguousarray(after))
+        return np.asarray(np.exp(found["log_prob"]))
 
 
-def _written(state: dict[str, Array], fingerprint: str, kind: str) -> bytes:
-    """A safetensors file of a state, with the checksum of all of it."""
+def write(path: Path, arrays: dict[str, Array], words: dict[str, str]) -> None:
+    """Write a safetensors file as the library does: with the checksum of all of it, whole or not at all."""
     kinds = {np.dtype(kind): name for name, kind in NUMBERS.items()}
-    header: dict[str, Any] = {
-        "__metadata__": {"checksum": "0" * 64, "fingerprint": fingerprint, "format": kind, "version": "1s"}
-    }
+    header: dict[str, Any] = {"__metadata__": {**words, "checksum": "0" * 64, "version": "1s"}}
     at, parts = 0, []
-    for name, array in sorted(state.items()):
-        part = np.ascontiguousarray(array).tobytes()
-        place = {"data_offsets": [at, at + len(part)]}
+    for name, array in sorted(arrays.items()):
+        parts.append(np.ascontiguousarray(array).tobytes())
+        place = {"data_offsets": [at, at := at + len(parts[-1])]}
         header[name] = {"dtype": kinds[array.dtype], "shape": list(array.shape), **place}
-        parts.append(part)
-        at += len(part)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     content = bytearray(len(text).to_bytes(8, "little") + text + b"".join(parts))
     found = CHECKSUM.search(content, 8)
     assert found is not None
     content[found.start(1) : found.end(1)] = hashlib.sha256(content).hexdigest().encode()
-    return bytes(content)
+    partial = path.with_name(f".{path.name}.{uuid4().hex}")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
-def _read(path: Path, wanted: str) -> tuple[dict[str, Array], str]:
-    """A state and its fingerprint; refuses files that are damaged or of another kind."""
+def read(path: Path, wanted: str) -> tuple[dict[str, Array], dict[str, str]]:
+    """The arrays and words of a file; refuses those that are damaged or of another kind."""
     content = bytearray(path.read_bytes())
     length = int.from_bytes(content[:8], "little")
     try:
@@ -297,4 +297,4 @@ def _read(path: Path, wanted: str) -> tuple[dict[str, Array], str]:
         raise ValueError(f"{path} is damaged, or was not kept in float64 ({error}): save it again") from error
     if not all(np.isfinite(array).all() for array in state.values()):
         raise ValueError(f"{path} is damaged: it holds numbers that are not finite; save it again")
-    return state, about.get("fingerprint") or NOTHING
+    return state, about

@@ -203,7 +203,10 @@ class CMANP(LevelProcess[Any, Any]):
         if self.regression is None:
             return self._run(self._read, state.value)
         latents = self._run(self._read, state.slots.value)
-        posterior = self.regression.read(state.moments)
+        return self._weighed(latents, self.regression.read(state.moments))
+
+    def _weighed(self, latents: Float[Tensor, "b depth l d"], posterior: Posterior) -> tuple[Tensor, ...]:
+        """The latents, and the experts' posterior, whose evidence they correct."""
         corrected = posterior.evidence + self.weigh(latents[:, -1].mean(1)).double()
         return latents, *posterior._replace(evidence=corrected.log_softmax(-1))
 

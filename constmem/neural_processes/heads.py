@@ -154,7 +154,7 @@ class Corrected(nn.Module):
     ) -> tuple[Float[Tensor, "b m k y"], Float[Tensor, "b m k y"]]:
         """Mean and standard deviation of each expert."""
         shift, raw = self.predictor(self.norm(tokens))[:, :, None].to(mean.dtype).chunk(2, -1)
-        return mean + shift * std, torch.hypot(std * raw.exp(), std.new_full((), self.floor))
+        return mean + shift * std, ((std * raw.exp()).square() + self.floor**2).sqrt()
 
 
 class Mixture(nn.Module):

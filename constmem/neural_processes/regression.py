@@ -215,13 +215,31 @@ class Regression(nn.Module):
 
     def read(self, moments: Moments) -> Posterior:
         """What each expert makes of the points."""
-        scale = (0.5 * self.log_variance.double()).exp().repeat(1, 2)  # (k, p)
-        noise = (2 * self.log_noise.double()).exp()  # (k,)
+        matrix = self.matrix(moments.gram)
+        inverse, log_det = Inverse.apply(matrix)  # type: ignore[no-untyped-call]
+        return self.solved(moments, matrix, inverse, log_det)
+
+    def _prior(self) -> tuple[Float[Tensor, "k p"], Float[Tensor, " k"]]:
+        """Deviations of the coefficients, and variances of the noise."""
+        return (0.5 * self.log_variance.double()).exp().repeat(1, 2), (2 * self.log_noise.double()).exp()
+
+    def matrix(self, gram: Float[Tensor, "b p p"]) -> Float[Tensor, "b k p p"]:
+        """B of each expert, which must be inverted."""
+        scale, noise = self._prior()
         outer = scale[:, :, None] * scale[:, None]
         eye = torch.eye(scale.shape[-1], dtype=scale.dtype, device=scale.device)
-        matrix = eye + moments.gram[:, None] * (outer / noise[:, None, None])
-        inverse, log_det = Inverse.apply(matrix)  # type: ignore[no-untyped-call]
-        covariance = outer * inverse
+        return eye + gram[:, None] * (outer / noise[:, None, None])
+
+    def solved(
+        self,
+        moments: Moments,
+        matrix: Float[Tensor, "b k p p"],
+        inverse: Float[Tensor, "b k p p"],
+        log_det: Float[Tensor, "b k"],
+    ) -> Posterior:
+        """What each expert makes of the points, given B, its inverse and the logarithm of its determinant."""
+        scale, noise = self._prior()
+        covariance = scale[:, :, None] * scale[:, None] * inverse
         right = scale[..., None] * moments.cross[:, None] / noise[:, None, None]
         weights = inverse @ right  # in units of the prior, once refined: little noise would cost their digits
         weights = scale[..., None] * (weights + inverse @ (right - matrix @ weights))
@@ -236,7 +254,8 @@ class Regression(nn.Module):
         """Mean and standard deviation of each expert at the targets, noise included."""
         phi, (_, weights, covariance) = self.features(xt), posterior
         mean = torch.einsum("bmp,bkpy->bmky", phi, weights)
-        parts = [_quadratic(part, covariance) for part in phi.split(AT_ONCE, 1)]
+        pieces = (phi,) if torch.compiler.is_exporting() else phi.split(AT_ONCE, 1)  # a graph takes any m
+        parts = [_quadratic(part, covariance) for part in pieces]
         variance = parts[0] if len(parts) == 1 else torch.cat(parts, 1)  # (b, m, k)
         noise = (2 * self.log_noise.double()).exp()
         return mean, (variance.clamp_min(0.0) + noise).sqrt()[..., None]

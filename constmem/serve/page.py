@@ -1,5 +1,6 @@
-"""The page that learns in the browser: its files and weights in float16, in a folder for any web server."""
+"""The page that learns in the browser: its files and small weights, in a folder for any web server."""
 
+import gzip
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -7,14 +8,19 @@ from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from constmem.neural_processes import CMANP
 
 WEB = Path(__file__).parent / "web"
 SUFFIXES = (".html", ".css", ".js", ".wasm")
 TABS = {"emnist": "emnist", "gp": "gp"}  # the folders that the page fetches weights from
+STEPS = 64  # that a row's deviation is long, at least: weights are whole numbers of steps, and compress well
 
 
 def write_page(out: Path, models: Mapping[str, str | Path] | None = None) -> Path:
-    """Write the page into a folder, with the weights of both tabs as float16, which halves what is fetched.
+    """Write the page into a folder, with the weights of both tabs rounded and compressed.
 
     Args:
         out: any web server can show this folder; it needs nothing but to hand out files.
@@ -31,16 +37,38 @@ def write_page(out: Path, models: Mapping[str, str | Path] | None = None) -> Pat
         if path.suffix in SUFFIXES:
             _copy(path, out / path.name)
     for tab, model in loaded.items():
-        keep = {name: t.clone() for name, t in model.state_dict().items() if _is_fine(name)}
-        model.half()
-        model.load_state_dict(model.state_dict() | keep, assign=True)
-        model.save_pretrained(out / "models" / tab)
+        round_weights(model)
+        write_model(model, out / "models" / tab)
     return out
 
 
-def _is_fine(name: str) -> bool:
-    """Whether a weight is small and wants its digits: what regressions are made of, and units."""
-    return name.startswith(("regression.", "scales."))
+def round_weights(model: "CMANP") -> None:
+    """Round weights, in place: to float16, and those of a matrix to steps of their row's own size.
+
+    What regressions are made of, and units, are small and want their digits: they stay as they are.
+    """
+    keep = {n: t.clone() for n, t in model.state_dict().items() if n.startswith(("regression.", "scales."))}
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1 and name not in keep:
+            rows = weight.detach().flatten(1)
+            deviation = rows.std(1, keepdim=True, correction=0).clamp_min(1e-6)
+            step = deviation.log2().floor().exp2() / STEPS  # a power of two: multiples are exact in float16
+            rows.copy_((rows / step).round() * step)
+    model.half()
+    model.load_state_dict(model.state_dict() | keep, assign=True)
+
+
+def write_model(model: "CMANP", folder: Path) -> None:
+    """Save a model as the page fetches it: config.json, and model.safetensors through gzip."""
+    from constmem.core.files import write_bytes
+
+    with tempfile.TemporaryDirectory() as made:
+        model.save_pretrained(made)
+        for path in sorted(Path(made).iterdir()):
+            if path.suffix == ".json":
+                _copy(path, folder / path.name)
+            else:
+                write_bytes(folder / f"{path.name}.gz", gzip.compress(path.read_bytes(), 9, mtime=0))
 
 
 def _copy(path: Path, to: Path) -> None:

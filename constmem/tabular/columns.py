@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 from numpy.typing import NDArray
 
 from constmem.tabular.frames import EPOCH, Frame, Kind, aligned, example, missing, other_column, plural
@@ -223,8 +222,8 @@ class Columns:
         lists = ("levels", "shares")
         return Columns(tuple(Column(**{**c, **{key: tuple(c[key]) for key in lists}}) for c in found))
 
-    def __call__(self, frame: Frame) -> Float[np.ndarray, "n width"]:
-        """The rows as standardised numbers, none of them missing or infinite."""
+    def __call__(self, frame: Frame) -> NDArray[np.float64]:
+        """The rows as standardised numbers, (n, width), none of them missing or infinite."""
         frame = self.matched(frame)
         numbers = (frame.values[:, self._numbers] - self._centers) / self._scales
         gone = np.isnan(numbers)

@@ -116,11 +116,17 @@ def score_file(model: Path, table: Path, *, report: Report) -> Outcome:
     return outcome
 
 
-def load_model(path: Path) -> Estimator:
-    """Read a model of either kind."""
+def load_estimator(path: Path) -> Estimator:
+    """Read an estimator of either kind."""
     _, about = load(path)
     kind = _CLASSES.get(str(about.get("class")), StreamingRegressor)  # which refuses what it does not know
     estimator: Estimator = kind.load(path)
+    return estimator
+
+
+def load_model(path: Path) -> Estimator:
+    """Read a model of either kind, which names its targets."""
+    estimator = load_estimator(path)
     if not hasattr(estimator, "target_names_"):
         raise ValueError(f"{path} names no target, as it was saved by Python: make it by `constmem fit`")
     return estimator

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float
 from numpy.typing import NDArray
 
 Kind = Literal["number", "date", "text", "empty"]
@@ -27,7 +26,7 @@ class Frame:
 
     names: tuple[str, ...] | None
     kinds: tuple[Kind, ...]
-    values: Float[np.ndarray, "n d"]
+    values: NDArray[np.float64]
     others: dict[int, NDArray[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:

@@ -109,6 +109,47 @@ def test_streams_merge_fork_and_go_both_ways_through_files(
     same(second, model, part)
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "moments": {"moments": 6, "experts": 3, "dim_y": 2},
+    "levels": {"levels": 16, "components": 3, "dim_y": 1},
+    "joint": {"rank": 3, "dim_y": 2},
+    "mixture": {"normals": 3, "dim_y": 1},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_prediction_is_exported(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = CMANP(dim_x=2, **SIZES, **KINDS[kind]).eval()
+    if kind == "moments":
+        model.set_scales(Scales(x_mean=[1.0, 2.0], x_std=[2.0, 3.0], y_mean=[0.5, 0.0], y_std=[2.0, 1.0]))
+        for part in (model.weigh, model.head.predictor.layers[-1]):  # type: ignore[union-attr,index]
+            torch.nn.init.normal_(part.weight, std=0.3)  # type: ignore[union-attr,arg-type]
+    export(model, tmp_path)
+    x, y, xt = torch.rand(2, 40, 2), torch.rand(2, 40, model.dim_y) - 0.5, torch.rand(2, 1030, 2)
+    first, second = (Runner(tmp_path, batch=2) for _ in range(2))
+    first.observe(x[:, :7], y[:, :7])
+    first.observe(x[:, 7:8], y[:, 7:8])
+    second.observe(x[:, 8:], y[:, 8:])
+    first.merge(second)
+    with torch.no_grad():
+        whole = model.condition(x, y)
+        wanted = model.query(whole, xt)
+    mean, std = first.predict(xt)
+    np.testing.assert_allclose(mean, wanted.mean, atol=1e-5)
+    np.testing.assert_allclose(std, wanted.stddev, atol=1e-5)
+    for name, tensor in whole.tensors().items():
+        np.testing.assert_allclose(first.state[name], tensor, atol=1e-5, err_msg=name)
+    first.save(tmp_path / "state")
+    with torch.no_grad():
+        read = model.query(model.update(model.state_type.load(tmp_path / "state"), x, y), xt)
+        both = model.query(model.update(whole, x, y), xt)
+    torch.testing.assert_close(read.mean, both.mean, atol=1e-4, rtol=0)
+    whole.save(tmp_path / "state")
+    second.load(tmp_path / "state")
+    np.testing.assert_allclose(second.predict(xt)[0], wanted.mean, atol=1e-5)
+
+
 def test_many_single_updates_stay_exact(model: CMANP, folder: Path) -> None:
     """A thousand here; `python benchmarks/onnx_cost.py` does 20,000 of the shipped weights."""
     x, y = points(1000)
@@ -185,10 +226,8 @@ def test_damaged_files_and_states_of_others_are_refused(model: CMANP, folder: Pa
 
 
 def test_models_that_have_no_graphs_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"only CMANP and CMHP .* not CNP"):
+    with pytest.raises(ValueError, match=r"only CMANP, CMHP and estimators .* not CNP"):
         export(CNP(dim_x=1, dim_y=1), tmp_path)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="CMANP with moments"):
-        export(CMANP(dim_x=1, dim_y=1, moments=4, experts=2, **SIZES), tmp_path)
     with pytest.raises(ValueError, match="not to 'tflite'"):
         app(["export", "emnist", "--to", "tflite", "--out", str(tmp_path)], standalone_mode=False)
     assert list(tmp_path.iterdir()) == []

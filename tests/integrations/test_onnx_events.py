@@ -105,5 +105,5 @@ def test_runners_know_their_own_kind(folder: Path, tmp_path: Path) -> None:
         Runner(folder)
     with pytest.raises(ValueError, match="start must be"):
         EventRunner(folder, start=[])
-    with pytest.raises(ValueError, match="only CMANP and CMHP"):
+    with pytest.raises(ValueError, match="only CMANP, CMHP"):
         export(torch.nn.Linear(1, 1), tmp_path)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-// Weights as the library saves them: config.json and model.safetensors, checked before they are used.
+// Weights as the library saves them, through gzip: config.json and model.safetensors.gz, checked before they are used.
 
 const AGAIN = "Write them again with `constmem page`, or save the model again.";
 const DEFAULTS = { moments: 0, experts: 48 };
@@ -9,7 +9,7 @@ const KNOWN = new Set([
 const SIZES = { F64: 8, F32: 4, F16: 2 };
 
 export async function fetchWeights(folder, kernels) {
-  const [config, content] = await Promise.all([fetched(`${folder}/config.json`), fetched(`${folder}/model.safetensors`)]);
+  const [config, content] = await Promise.all([fetched(`${folder}/config.json`), fetched(`${folder}/model.safetensors.gz`).then((content) => unpacked(content, folder))]);
   let settings;
   try {
     settings = JSON.parse(new TextDecoder().decode(config));
@@ -28,6 +28,17 @@ async function fetched(url) {
   }
   if (!response.ok) throw new Error(`${url} could not be fetched (${response.status}). Are the weights beside the page?`);
   return response.arrayBuffer();
+}
+
+// A server that knows .gz may have had the browser unpack it already
+async function unpacked(content, folder) {
+  const [first, second] = new Uint8Array(content);
+  if (first !== 0x1f || second !== 0x8b) return content;
+  try {
+    return await new Response(new Blob([content]).stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
+  } catch {
+    throw new Error(`${folder}/model.safetensors.gz is damaged: it cannot be unpacked. ${AGAIN}`);
+  }
 }
 
 export class Weights {

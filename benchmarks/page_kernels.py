@@ -1,11 +1,12 @@
-"""Build kernels.wasm, the arithmetic of the page, from kernels.c: python constmem/serve/web/build.py."""
+"""Build kernels.wasm, the arithmetic of the page, from kernels.c: python benchmarks/page_kernels.py."""
 
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-HERE = Path(__file__).parent
+from constmem.serve.page import WEB
+
 FUNCTIONS = [
     "matmul",
     "transpose",
@@ -41,7 +42,7 @@ FLAGS = [
 def build(out: Path) -> bytes:
     """Compile with zig (package ziglang) into a file, and give what it holds; the same bytes every time."""
     exports = [f"-Wl,--export={name}" for name in (*FUNCTIONS, "__heap_base")]
-    command = [sys.executable, "-m", "ziglang", "cc", *FLAGS, *exports, str(HERE / "kernels.c"), "-o"]
+    command = [sys.executable, "-m", "ziglang", "cc", *FLAGS, *exports, str(WEB / "kernels.c"), "-o"]
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "kernels.wasm"
         subprocess.run([*command, str(made)], check=True)
@@ -53,4 +54,4 @@ def build(out: Path) -> bytes:
 
 
 if __name__ == "__main__":
-    print(f"kernels.wasm: {len(build(HERE / 'kernels.wasm')):,} bytes")
+    print(f"kernels.wasm: {len(build(WEB / 'kernels.wasm')):,} bytes")

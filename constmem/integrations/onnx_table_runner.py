@@ -1,0 +1,300 @@
+"""Tables' learners that `constmem export` wrote, on onnxruntime and numpy alone, with the estimators' verbs.
+
+`constmem export` writes a copy of this file beside the graphs, in the folder constmem_runner:
+
+    from constmem_runner import TableRunner
+    runner = TableRunner("prices")          # the folder
+    runner.partial_fit(X, y)
+    runner.predict_interval(X)              # or predict, predict_quantiles, log_density, predict_proba
+"""
+# ruff: noqa: N803 - X is scikit-learn's name
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from constmem.integrations import onnx_evidence as evidence
+from constmem.integrations.onnx_evidence import Known
+from constmem.integrations.onnx_runner import CHUNK, Array, Exported, read, write
+from constmem.tabular.columns import Columns
+from constmem.tabular.inputs import frame_of
+
+STATE = "constmem.tabular"
+RECENT = 128  # rows that wait in the library, which searches precisions less often for them
+PIECE = 4096  # rows that the library takes at once
+
+
+class TableRunner(Exported):
+    """A streaming regressor or classifier: frozen columns and features, and sums that grow with no row.
+
+    It starts with what the exported estimator had learned; `spawn` gives one that has learned nothing.
+
+    Args:
+        folder: one that `constmem export --to onnx` wrote of an estimator.
+        threads: of onnxruntime.
+    """
+
+    KIND = "tables"
+
+    def __init__(self, folder: str | os.PathLike[str], *, threads: int = 1) -> None:
+        super().__init__(folder, threads)
+        self.constants: dict[str, Any] = self.about["constants"]
+        self.groups = {name: slice(*ends) for name, ends in self.about["groups"].items()}
+        self._frozen: dict[str, Any] | None = None
+        self._rows: list[tuple[Array, Array]] = []  # that wait to be summed
+        self.load(Path(folder) / "learned.safetensors")
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go on from an estimator that `save`, here or of the library, wrote, of the same frozen parts."""
+        tensors, words = read(Path(path), STATE)
+        header = json.loads(words["content"])
+        others = ("memory.", "residuals.state.", *(("center", "scale") if self.about["discrete"] else ()))
+        frozen: dict[str, Any] = {name: t for name, t in tensors.items() if not name.startswith(others)}
+        frozen["columns"] = header["columns"]
+        if self._frozen is not None and not evidence.same(self._frozen, frozen):
+            raise ValueError(f"{path} has frozen other columns or features than what was exported: export it")
+        self._frozen, self.header, self._rows = frozen, header, []
+        self.columns = Columns.of(header["columns"])
+        memory = {n.removeprefix("memory.0."): t for n, t in tensors.items() if n.startswith("memory.0.")}
+        gram = evidence.symmetric(memory["gram"], len(memory["cross"]))
+        state = {"gram": gram} | {n: memory[n] for n in ("cross", "square", "count")}
+        start = "residuals.state."
+        state |= {"residuals." + n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
+        self.state = {name: np.array(state[name]) for name in self.about["names"]}
+        self.seen, self._waiting, self._asked = int(tensors["memory.seen"]), 0, False
+        self._precisions = memory["precisions"] if len(memory["precisions"]) else None
+        self._searched, since = memory["searched"].tolist()
+        self._since, self._known = int(since), None
+        if "noise" in memory and self._precisions is not None:
+            left = self._solved(self._precisions)[2]
+            self._known = Known(memory["noise"], float(memory["freedom"]), left, float(self.state["count"]))
+        self._folded()
+        own, self.flat = header["about"], bool(header["about"].get("flat", True))
+        self.order = np.array(own["order"], own["dtype"]) if self.about["discrete"] else None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write an estimator that the library, and `load`, read."""
+        self._fold()
+        state, header = self.state, json.loads(json.dumps(self.header))
+        lower = np.tril_indices(len(state["gram"]))
+        memory = {"gram": state["gram"][lower]} | {n: state[n] for n in ("cross", "square", "count")}
+        memory["precisions"] = np.zeros(0) if self._precisions is None else self._precisions
+        memory["searched"] = np.array([self._searched, self._since], np.float64)
+        if self._known is not None:
+            memory |= {"noise": self._known.noise, "freedom": np.array(self._known.freedom)}
+        assert self._frozen is not None
+        tensors = {name: array for name, array in self._frozen.items() if name != "columns"}
+        tensors |= {f"memory.0.{name}": array for name, array in memory.items()}
+        tensors |= {"memory.scores": np.zeros(1), "memory.seen": np.array(self.seen)}
+        slots = [name for name in state if name.startswith("residuals.")]
+        tensors |= {name.replace(".", ".state."): state[name] for name in slots}
+        if self.order is not None:
+            header["about"] |= {"order": self.order.tolist(), "dtype": self.order.dtype.str}
+            tensors |= {"center": np.zeros(len(self.order)), "scale": np.ones(len(self.order))}
+        write(Path(path), tensors, {"format": STATE, "content": json.dumps(header)})
+
+    def spawn(self) -> "TableRunner":
+        """One that has learned nothing, of the same frozen columns and features: for parts of a table."""
+        made = object.__new__(TableRunner)
+        made.__dict__ |= self.__dict__
+        blank = {name: np.zeros_like(array) for name, array in self.state.items()}
+        if "residuals.lse" in blank:
+            blank["residuals.lse"] = np.full_like(blank["residuals.lse"], self.constants["EMPTY"])
+        made._rows, made.state, made.seen, made._waiting, made._asked = [], blank, 0, 0, False
+        made._precisions, made._known, made._searched, made._since = None, None, 0.0, 0
+        made._folded()
+        return made
+
+    @property
+    def classes(self) -> Array:
+        """Of a classifier, in the order of `predict_proba`."""
+        return np.sort(self._classes())
+
+    def _classes(self) -> Array:
+        if self.order is None:
+            raise ValueError("this is a regressor, which knows no classes: use predict or predict_interval")
+        return self.order
+
+    def partial_fit(self, X: Any, y: Any) -> "TableRunner":
+        """Learn more rows."""
+        x = self.columns(frame_of(X))
+        targets = self._targets(y, len(x))
+        for i in range(0, len(x), PIECE):
+            self._learn(x[i : i + PIECE], targets[i : i + PIECE])
+        return self
+
+    def _targets(self, y: Any, rows: int) -> Array:
+        given = np.asarray(y)
+        if len(given) != rows or given.ndim > (2 if self.order is None else 1):
+            raise ValueError(f"X has {rows} rows, but y is of shape {given.shape}: give one target a row")
+        if self.order is None:
+            targets = np.asarray(given, np.float64).reshape(rows, -1)
+            if targets.shape[1] != self.state["cross"].shape[1] or not np.isfinite(targets).all():
+                raise ValueError("y must be finite numbers, as many targets a row as were learned before")
+            return targets
+        if given.dtype.kind == "O" and all(isinstance(label, str) for label in given):
+            given = given.astype(str)
+        if (given.dtype.kind in "US") != (self.order.dtype.kind in "US"):
+            raise ValueError(f"classes were {self.order.tolist()[:3]} before, and now {given.tolist()[:3]}")
+        known = self.order.tolist()
+        new = [label for label in np.unique(given).tolist() if label not in set(known)]
+        if new and self.header["about"]["declared"]:
+            raise ValueError(f"y holds {new[0]!r}, which is none of the classes {known} given at first")
+        if new:
+            self.order = np.concatenate([self.order, np.array(new, given.dtype)])
+            for name, pad in (("cross", ((0, 0), (0, len(new)))), ("square", (0, len(new)))):
+                self.state[name] = np.pad(self.state[name], pad)
+            self._asked, self._known = False, None
+        place = {label: i for i, label in enumerate([*known, *new])}
+        return np.eye(len(place))[[place[label] for label in given.tolist()]]
+
+    def _learn(self, x: Array, y: Array) -> None:
+        """Take rows; when precisions are searched next follows the library to the row."""
+        many = len(x) > RECENT // 2
+        if many or self._waiting + len(x) > RECENT:
+            self._fold()
+        self._rows.append((x, y))
+        self.seen, self._waiting, self._memory = self.seen + len(x), self._waiting + len(x), None
+        if many or self._waiting >= RECENT:
+            self._fold()
+
+    def _flush(self) -> None:
+        """Take the rows that wait into the sums: many at once cost little more than one."""
+        rows, self._rows = self._rows, []
+        if rows:
+            x, y = evidence.together(rows, self.state["cross"].shape[1])
+            for i in range(0, len(x), CHUNK):
+                some = x[i : i + CHUNK]
+                found = self._run("update", x=some, fold=evidence.fold_of(some), y=y[i : i + CHUNK])
+                self.state = {name: found[f"{name}_out"] for name in self.state}
+
+    def _fold(self) -> None:
+        self._flush()
+        rows, self._waiting = self._waiting, 0
+        if not rows:
+            return
+        self._since += rows
+        few = rows <= RECENT and self._since < max(RECENT, 0.5 * self._searched)
+        self._known = self._now(self._solved(self._precisions)[2]) if self._asked and few else None
+        self._asked = False
+        self._folded()
+
+    def _folded(self) -> None:
+        """Note how much of the kernel features explain, on average of the rows so far."""
+        self._memory = None
+        self._usual = evidence.usual(self.state, self.groups)
+
+    def _now(self, left: Array) -> Known:
+        """Noise and freedom, given the rows that came since they were known, too."""
+        assert self._known is not None
+        noise, freedom, before, had = self._known
+        count = float(self.state["count"])
+        more = freedom + count - had
+        return Known((noise * freedom + np.maximum(left - before, 0.0)) / more, more, left, count)
+
+    def merge(self, other: "TableRunner") -> "TableRunner":
+        """Take all that another one of the same frozen columns and features has learned."""
+        if other is self or not evidence.same(self._frozen or {}, other._frozen or {}):
+            raise ValueError("only runners spawned from one estimator can be merged, and none with itself")
+        other._flush()
+        theirs = dict(other.state)
+        if self.order is not None and other.order is not None:
+            self._targets(other.order, len(other.order))  # takes classes that are new
+            places = [self.order.tolist().index(label) for label in other.order.tolist()]
+            for name in ("cross", "square"):
+                theirs[name] = np.zeros_like(self.state[name])
+                theirs[name][..., places] = other.state[name]
+        self._fold()
+        found = self._run("merge", **{f"other_{name}": array for name, array in theirs.items()})
+        self.state = {name: found[f"{name}_out"] for name in self.state}
+        self.seen, self._asked, self._known, self._precisions = self.seen + other.seen, False, None, None
+        self._folded()
+        return self
+
+    def _solved(self, precisions: Any) -> tuple[Array, Array, Array]:
+        return evidence.solved(self.state, self.groups, precisions, self.constants)
+
+    def read(self) -> tuple[dict[str, Array], float]:
+        """What the graph of `predict` takes, and degrees of freedom; precisions are searched where due."""
+        if not self.seen:
+            raise ValueError("nothing was learned yet: give rows to partial_fit first")
+        if self._memory is not None:
+            return dict(self._memory[0]), float(self._memory[1])
+        self._flush()
+        if not self._asked and (self._known is None or self._precisions is None):
+            self._fold()
+            found, noise, freedom = evidence.search(self.state, self.groups, self._precisions, self.constants)
+            count = float(self.state["count"])
+            self._precisions = found
+            self._searched, self._since = max(count, self._searched + self._since), 0
+            self._known = Known(noise, freedom, self._solved(found)[2], count)
+        self._asked = True
+        matrix, weights, left = self._solved(self._precisions)
+        now, usual, missed = self._now(left), 0.0, 0.0
+        if self._usual is not None:
+            assert self._precisions is not None
+            kernel = self._precisions[list(self.groups).index("kernel")]
+            usual, missed = self._usual, 1.0 / max(float(kernel), self._usual)
+        root = np.linalg.inv(np.linalg.cholesky(matrix)).T
+        read = {"weights": weights, "root": root, "noise": now.noise}
+        read |= {"missed": np.array(missed), "usual": np.array(usual)}
+        self._memory = read | (self._run("read") if "read" in self._graphs else {}), now.freedom
+        return dict(self._memory[0]), now.freedom
+
+    def _answers(self, X: Any) -> tuple[dict[str, Array], float]:
+        x, (given, freedom) = self.columns(frame_of(X)), self.read()
+        parts = [self._run("predict", x=x[i : i + CHUNK], **given) for i in range(0, len(x), CHUNK)]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, freedom
+
+    def _laws(self, X: Any) -> evidence.Laws:
+        """The laws of rows' targets, each with its share."""
+        if self.order is not None:
+            raise ValueError("this is a classifier: use predict_proba")
+        found, freedom = self._answers(X)
+        student = evidence.Student(found["mean"], found["variance"], freedom, self.constants)
+        if "means" not in found:
+            return [(1.0, student)]
+        normals = evidence.Normals(*(found[name] for name in ("mean", "means", "stds", "log_weight")))
+        return [(1 - self.constants["TRUST"], student), (self.constants["TRUST"], normals)]
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """The most probable classes; or means, and with `return_std` standard deviations, noise included."""
+        if self.order is not None:
+            return self.classes[self.predict_proba(X).argmax(1)]
+        laws = self._laws(X)
+        mean = laws[0][1].mean
+        if not return_std:
+            return self._shaped(mean)
+        return self._shaped(mean), self._shaped(np.sqrt(sum(share * law.moment for share, law in laws)))
+
+    def predict_proba(self, X: Any) -> Array:
+        """Probabilities, (n, classes), in the order of `classes`."""
+        order = np.argsort(self._classes())
+        found, _ = self._answers(X)
+        chances = evidence.probabilities(found["mean"], found["variance"], self.constants)
+        return np.asarray(chances[:, order])
+
+    def predict_quantiles(self, X: Any, quantiles: Sequence[float] = (0.05, 0.5, 0.95)) -> Array:
+        """Quantiles of the target's distribution: (n, quantiles), or (n, targets, quantiles) of several."""
+        if not all(0 < level < 1 for level in quantiles):
+            raise ValueError(f"quantiles={quantiles!r}: give numbers between 0 and 1")
+        laws = self._laws(X)
+        return np.stack([self._shaped(evidence.quantile(laws, level)) for level in quantiles], -1)
+
+    def predict_interval(self, X: Any, coverage: float = 0.9) -> Array:
+        """The central interval that holds the target with this probability: (n, 2) lower and upper ends."""
+        return self.predict_quantiles(X, ((1 - coverage) / 2, (1 + coverage) / 2))
+
+    def log_density(self, X: Any, y: Any) -> Array:
+        """Log density of each row's targets, (n,), under the distribution that is predicted for it."""
+        laws = self._laws(X)
+        targets = self._targets(y, len(laws[0][1].mean))
+        each = [np.log(share) + law.log_density(targets).sum(-1) for share, law in laws]
+        return np.asarray(np.logaddexp.reduce(each, 0))
+
+    def _shaped(self, of: Array) -> Array:
+        return of[:, 0] if self.flat else of
