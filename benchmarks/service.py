@@ -1,11 +1,13 @@
 """The service under load: requests a second over 64 connections, latency at half load, bulk, memory.
 
-python benchmarks/service.py [--seconds 10] [--part observe,predict,half,bulk,soak]
+python benchmarks/service.py [--seconds 10] [--part observe,predict,half,bulk,soak] [--requests 1000000]
 
 Server and client are processes of one machine and share its cores. The model is small (a state of 9 kB), the
 streams are 1,000, every observe is one row, and on disk before it is answered; a predict is of one target.
-Half load is 2,000 observes or 600 predicts a second, at an even pace.
-Rows go to results/service.json as they come; those of the same part are replaced.
+Half load is 2,000 observes or 600 predicts a second, at an even pace. The soak is observes and predicts, as
+many of each, mixed on every connection, until so many --requests were answered.
+Rows go to results/service.json as they come, of the soak after each hundredth of it; those of the same part
+are replaced.
 """
 
 import argparse
@@ -78,13 +80,23 @@ def bulk(draw: random.Random) -> bytes:
     return request("bulk/observe", body)
 
 
-VERBS: dict[str, Callable[[random.Random], bytes]] = {"observe": observe, "predict": predict, "bulk": bulk}
+def mixed(draw: random.Random) -> bytes:
+    return (observe if draw.random() < 0.5 else predict)(draw)
+
+
+VERBS: dict[str, Callable[[random.Random], bytes]] = {
+    "observe": observe, "predict": predict, "bulk": bulk, "mixed": mixed,
+}  # fmt: skip
 
 
 async def load(
-    port: int, verb: str, seconds: float, *, rate: float | None = None, most: int = CONNECTIONS
-) -> Row:
-    """Requests of one kind by as many connections, as fast as they are answered, or at an even pace."""
+    port: int, verb: str, seconds: float, *, rate: float | None = None, most: int = CONNECTIONS,
+    requests: float = float("inf"),
+) -> Row:  # fmt: skip
+    """Requests of one kind by as many connections, as fast as they are answered, or at an even pace.
+
+    It ends after so many seconds, or requests.
+    """
     loop, draw = asyncio.get_running_loop(), random.Random(0)
     ready = [VERBS[verb](draw) for _ in range(20 if verb == "bulk" else 2000)]
     links = [(await loop.create_connection(Connection, "127.0.0.1", port))[1] for _ in range(most)]
@@ -95,7 +107,7 @@ async def load(
     async def one(link: Any, number: int) -> None:
         nonlocal bad
         step = 0
-        while (now := time.perf_counter()) < start + seconds:
+        while (now := time.perf_counter()) < start + seconds and step * most + number < requests:
             due = now
             if rate is not None:
                 due = start + (step * most + number) / rate
@@ -171,28 +183,31 @@ def resident(pid: int) -> float:
     return round(int(found[1]) / 1024, 1)
 
 
-def soak(port: int, pid: int, seconds: float) -> Row:
-    """Mixed load for long: what the process holds at each tenth."""
-    held, total, failed = [], 0, 0
-    for turn in range(10):
-        for verb in ("observe", "predict"):
-            row = asyncio.run(load(port, verb, seconds / 20))
-            total, failed = total + row["requests"], failed + row["failed"]
+def soak(port: int, pid: int, requests: int) -> Iterator[Row]:
+    """Mixed load for long: what the process holds after each hundredth; the row so far each time."""
+    start, total, failed = time.perf_counter(), 0, 0
+    held = [resident(pid)]
+    slowest = 0.0
+    while total < requests:
+        each = min(max(requests // 100, 1), requests - total)
+        row = asyncio.run(load(port, "mixed", float("inf"), requests=each))
+        total, failed = total + row["requests"], failed + row["failed"]
         held.append(resident(pid))
-        print("soak", turn, held[-1], "MB", flush=True)
-    return {"requests": total, "failed": failed, "resident_mb": held}
+        slowest = max(slowest, row["p99_ms"])
+        yield {
+            "requests": total, "of": requests, "failed": failed,
+            "requests_a_second": round(total / (time.perf_counter() - start)), "worst_p99_ms": slowest,
+            "resident_mb": held,
+        }  # fmt: skip
 
 
 def measured(part: str, port: int, pid: int, seconds: float) -> Iterator[Row]:
     """The rows of one part."""
-    if part != "soak":
-        before = used(pid)
-        for row in _measured(part, port, seconds):
-            now = used(pid)
-            yield row | {"server_cpu_us_a_request": round(1e6 * (now - before) / row["requests"])}
-            before = now
-    else:
-        yield soak(port, pid, seconds)
+    before = used(pid)
+    for row in _measured(part, port, seconds):
+        now = used(pid)
+        yield row | {"server_cpu_us_a_request": round(1e6 * (now - before) / row["requests"])}
+        before = now
 
 
 def _measured(part: str, port: int, seconds: float) -> Iterator[Row]:
@@ -210,7 +225,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each part; of soak ten times as long")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each part but soak")
+    parser.add_argument("--requests", type=int, default=1_000_000, help="of soak")
     parser.add_argument("--part", default=",".join(PARTS), help=", ".join(PARTS))
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
     given = parser.parse_args()
@@ -219,11 +235,14 @@ def main() -> None:
         for part in given.part.split(","):
             rows = json.loads(path.read_text())["rows"] if path.exists() else []
             rows = [row for row in rows if row["part"] != part]
-            for row in measured(part, port, pid, given.seconds * (10 if part == "soak" else 1)):
-                print(part, json.dumps(row), flush=True)
+            soaked = part == "soak"
+            found = soak(port, pid, given.requests) if soaked else measured(part, port, pid, given.seconds)
+            for row in found:
+                print(part, json.dumps(row | ({"resident_mb": row["resident_mb"][-1]} if soaked else {})))
+                rows = [each for each in rows if not (soaked and each["part"] == part)]  # the row so far
                 rows.append({"part": part, **row, "connections": CONNECTIONS, **provenance(0, "random rows")})
-            if not given.dry:
-                save("service", rows)
+                if not given.dry:
+                    save("service", rows)
 
 
 if __name__ == "__main__":

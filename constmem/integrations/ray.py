@@ -13,7 +13,9 @@ from constmem.neural_processes import NeuralProcess
 from constmem.streams import require_one_size
 from constmem.streams.pool import StreamPool, condition_groups
 
-ROWS = 2**17  # observed at once by a worker
+ROWS = 2**19  # observed at once by a worker, which sends one state of them
+GROUPED = 2**20  # the same where it sends one for each key among them
+FITTED = 2**17  # and where rows may have many columns
 T = TypeVar("T")
 
 
@@ -54,7 +56,7 @@ def condition_groups_dataset(
     key: str,
     x: Sequence[str],
     y: Sequence[str],
-    batch_size: int = ROWS,
+    batch_size: int = GROUPED,
     workers: int = 2,
 ) -> StreamPool:
     """A pool with the state of each key's rows, wherever in the dataset they stand.
@@ -74,7 +76,7 @@ def condition_groups_dataset(
 
 
 def fit_dataset(
-    estimator: T, dataset: Any, *, target: str, batch_size: int = ROWS, workers: int = 2, warmup: int = 8192
+    estimator: T, dataset: Any, *, target: str, batch_size: int = FITTED, workers: int = 2, warmup: int = 8192
 ) -> T:
     """The estimator, fitted on all rows of a dataset, read once.
 
@@ -166,7 +168,9 @@ def _mapped(
     of_frames = "pandas" if isinstance(work, _Fitted) else "numpy"
     from ray.data import TaskPoolStrategy  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-    made = dataset.select_columns(columns).map_batches(
+    # Readers make few blocks, of any size: the largest of them would keep one worker busy, and the rest idle.
+    blocks = dataset.select_columns(columns).repartition(target_num_rows_per_block=batch_size)
+    made = blocks.map_batches(
         work.__call__,
         batch_size=batch_size,
         batch_format=of_frames,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from constmem.point_processes import PointProcess
-from constmem.serve.access import Failure, Limits
+from constmem.serve import Failure, Limits
 from constmem.streams.store import Store
 
 if TYPE_CHECKING:

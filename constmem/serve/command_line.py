@@ -96,7 +96,7 @@ def serve(
     import torch
 
     try:
-        from constmem.serve.access import Limits, Tokens
+        from constmem.serve import Limits, Tokens
         from constmem.serve.service import Service, run
     except ImportError as error:
         raise ImportError(f'{error}: pip install "constmem[serve]"') from error

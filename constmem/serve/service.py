@@ -18,7 +18,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from constmem import __version__
-from constmem.serve.access import Failure, Limits, Tokens
+from constmem.serve import Failure, Limits, Tokens
 from constmem.serve.batches import Batches
 from constmem.serve.verbs import Verbs
 from constmem.streams.store import Store

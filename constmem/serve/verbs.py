@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from constmem.serve.access import Failure, Limits, Token
+from constmem.serve import Failure, Limits, Token
 from constmem.serve.batches import Batches, Observe, Predict, Work
 from constmem.streams.sources import Rows, numbers
 from constmem.streams.store import LONGEST, Store

@@ -1,7 +1,8 @@
 """Streams of points and events, one or many; rows of many keys as padded batches of one key a line."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +17,56 @@ from constmem.point_processes import PointProcess
 SMALL = 2**16  # bytes of a state of which a batch is updated at once, even where only one of them is wanted
 
 AnyModel = NeuralProcess[Any, Any] | PointProcess[Any]
+
+
+class Table(ABC):
+    """What a pool needs of an estimator of tables, which lives further up: states of rows, and answers."""
+
+    state_type: ClassVar[type[Any]]
+    device = torch.device("cpu")
+
+    @abstractmethod
+    def empty(self, batch: int = 1) -> Any:
+        """States of no rows."""
+
+    @abstractmethod
+    def rows(self, x: Any, y: Any) -> tuple[Tensor, Tensor]:
+        """Rows and targets as tensors of one line for each row."""
+
+    @abstractmethod
+    def update(self, state: Any, x: Tensor, y: Tensor, *, mask: Tensor | None = None) -> Any:
+        """The states with more rows of each stream."""
+
+    @abstractmethod
+    def query(self, state: Any, places: NDArray[np.int64], x: Any) -> Any:
+        """A distribution for each row, asked of the state at its place in the batch."""
+
+    @abstractmethod
+    def _name_of_weights(self) -> str: ...
+
+    @abstractmethod
+    def _require_own(self, state: Any) -> None: ...
+
+
+class Estimator(Protocol):
+    """Whatever says how it is held by key."""
+
+    def by_key(self) -> Table:
+        """What a pool needs of it."""
+
+
+Pooled = AnyModel | Estimator
+
+
+def by_key(model: Any) -> AnyModel | Table:
+    """The model, or what an estimator says it is to a pool."""
+    found: Any = model.by_key() if hasattr(model, "by_key") else model
+    if not isinstance(found, NeuralProcess | PointProcess | Table):
+        raise TypeError(
+            "a pool is of a neural or a point process, or of a fitted estimator, not of a "
+            f"{type(model).__name__}"
+        )
+    return found
 
 
 def listed(keys: Sequence[Hashable]) -> list[Hashable]:
@@ -38,7 +89,7 @@ def checked(keys: Sequence[Hashable]) -> list[Hashable]:
     return names
 
 
-def require_one_size(model: AnyModel, one: Any) -> None:
+def require_one_size(model: AnyModel | Table, one: Any) -> None:
     """Refuse models whose states grow; `one` is of nothing yet."""
     if any(0 in t.shape for t in one.tensors().values()):
         raise ValueError(
@@ -84,8 +135,10 @@ def grouped(
     return order, groups
 
 
-def rows_of(model: AnyModel, x: Any, y: Any) -> tuple[Tensor, Any]:
+def rows_of(model: AnyModel | Table, x: Any, y: Any) -> tuple[Tensor, Any]:
     """Rows of points, or times and marks, as tensors of one line for each row; no marks are None."""
+    if isinstance(model, Table):
+        return model.rows(x, y)
     where = model.device
     if isinstance(model, PointProcess):
         times = checks.as_tensor("times", x, where)

@@ -14,9 +14,8 @@ from torch import Tensor
 from constmem.core import checks
 from constmem.core.files import read_tensors, write_tensors
 from constmem.core.monoid import NOTHING, State
-from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
-from constmem.streams import AnyModel, checked, grouped, listed, require_one_size, rows_of
+from constmem.streams import Pooled, Table, by_key, checked, grouped, listed, require_one_size, rows_of
 
 KIND, VERSION = "constmem.pool", 1
 KEYS = "keys"  # the tensor of a file that holds them, as JSON in UTF-8
@@ -31,7 +30,8 @@ class StreamPool:
     threads may use one pool.
 
     Args:
-        model: a trained model of points or of events whose state does not grow.
+        model: a trained model of points or of events whose state does not grow; or a fitted estimator of
+            tables, whose columns, features and units all streams share.
         most: how many streams may be held; None: as many as fit. Beyond it a new key is refused: `pop` some,
             those of `oldest` for instance, and keep them elsewhere.
 
@@ -50,14 +50,14 @@ class StreamPool:
         True
     """
 
-    def __init__(self, model: AnyModel, *, most: int | None = None) -> None:
-        if not isinstance(model, NeuralProcess | PointProcess):
-            raise TypeError(f"a pool is of a neural or a point process, not of a {type(model).__name__}")
+    def __init__(self, model: Pooled, *, most: int | None = None) -> None:
         if most is not None:
             checks.positive("most", most)
-        self.model, self.most = model, most
-        one = model.empty(1) if isinstance(model, NeuralProcess) else model.empty(0.0)
-        require_one_size(model, one)
+        self.model: Any = by_key(model)
+        self.most = most
+        begun: Any = 0.0 if isinstance(self.model, PointProcess) else 1
+        one = self.model.empty(begun)
+        require_one_size(self.model, one)
         self._blank: State = one
         self._table = {name: t[:0] for name, t in one.tensors().items()}
         self._places: dict[Hashable, int] = {}  # by key, the least recently observed first
@@ -73,7 +73,7 @@ class StreamPool:
         Args:
             keys: one for each row, texts or whole numbers.
             x, y: of points (rows, channels), or (rows,) of one channel. Of events times and marks, (rows,),
-                those of one key in order.
+                those of one key in order. Of tables whatever the estimator's `partial_fit` takes.
             start: when the watch over new streams of events began; None: each with its first event.
             points: how many are computed with at once, padding included; never changes a result.
         """
@@ -95,8 +95,13 @@ class StreamPool:
     def predict(self, keys: Sequence[Hashable], xt: Any = None, *, chunk: int = 4096) -> Any:
         """Predictions of the streams named: at targets (keys, targets, channels), or their next events.
 
-        A key may stand several times; targets (targets, channels) are asked of each.
+        A key may stand several times; targets (targets, channels) are asked of each. Of a table one row for
+        each key; a Student's t for each, or a categorical distribution over the estimator's `classes_`.
         """
+        if isinstance(self.model, Table):
+            number: dict[Hashable, int] = {}
+            places = [number.setdefault(name, len(number)) for name in checked(keys)]
+            return self.model.query(self.state([*number]), np.array(places, np.int64), xt)
         state = self.state(keys)
         with torch.no_grad():
             if isinstance(self.model, PointProcess):
@@ -182,30 +187,26 @@ class StreamPool:
             names = list(self._places)
             state = self._taken(names)
         text = np.frombuffer(json.dumps(names).encode(), np.uint8).copy()
-        header = {
-            "format": KIND,
-            "version": str(VERSION),
-            "state": self.model.state_type.KIND,
-            "fingerprint": self.model._name_of_weights() or "",
-        }
+        signature = {"state": self.model.state_type.KIND, "fingerprint": self.model._name_of_weights() or ""}
+        header = {"format": KIND, "version": str(VERSION)} | signature
         write_tensors(path, state.tensors() | {KEYS: torch.from_numpy(text)}, header)
 
     @staticmethod
-    def load(path: str | os.PathLike[str], model: AnyModel, *, most: int | None = None) -> "StreamPool":
+    def load(path: str | os.PathLike[str], model: Pooled, *, most: int | None = None) -> "StreamPool":
         """A pool that `save` wrote, with the model it ran on."""
+        pool = StreamPool(model, most=most)
+        made, device = pool.model.state_type, pool.model.device
         tensors, header = read_tensors(path, kind=KIND, version=VERSION)
-        own = model.state_type.KIND, model._name_of_weights() or ""
+        own = made.KIND, pool.model._name_of_weights() or ""
         if (found := (header.get("state"), header.get("fingerprint"))) != own:
             raise ValueError(
                 f"{path} holds states {found[0]!r} of the weights {found[1]!r}, but this model makes "
                 f"{own[0]!r} of {own[1]!r}: load the model it ran on"
             )
-        pool = StreamPool(model, most=most)
         try:
             names = checked(json.loads(tensors.pop(KEYS).numpy().tobytes()))
             if names:
-                state = model.state_type.of_tensors(tensors, own[1] or None).to(model.device)
-                pool.put(names, state)
+                pool.put(names, made.of_tensors(tensors, own[1] or None).to(device))
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} is damaged: {error}; save the pool again") from error
         return pool
@@ -218,7 +219,7 @@ class StreamPool:
         mask, index = at >= 0, at.clamp_min(0)
         x: Any = given[0][index]
         y: Any = None if given[1] is None else given[1][index]
-        if isinstance(self.model, NeuralProcess):
+        if not isinstance(self.model, PointProcess):
             state = self._states(names, self._blank)
             return self.model.update(state, x, y, mask=None if rows.min() >= 0 else mask)
         begun = x[:, 0] if start is None else torch.full((len(names),), float(start))
@@ -244,9 +245,8 @@ class StreamPool:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise KeyError(f"there is no stream {missing[0]!r}{more} here: observe rows of it first")
         at = torch.tensor([self._places[name] for name in names], dtype=torch.int64, device=self.model.device)
-        return self.model.state_type._made(
-            {name: t[at] for name, t in self._table.items()}, self._fingerprint
-        )
+        taken = {name: t[at] for name, t in self._table.items()}
+        return self.model.state_type._made(taken, self._fingerprint)
 
     def _require_room(self, names: Sequence[Hashable]) -> None:
         number = sum(name not in self._places for name in names)
@@ -287,7 +287,7 @@ class StreamPool:
 
 
 def condition_groups(
-    model: AnyModel, keys: Sequence[Hashable], x: Any, y: Any = None, *, points: int = POINTS
+    model: Pooled, keys: Sequence[Hashable], x: Any, y: Any = None, *, points: int = POINTS
 ) -> tuple[list[Hashable], Any]:
     """The different keys, in the order in which they first stand there, and the state of each one's rows."""
     pool = StreamPool(model)

@@ -53,9 +53,8 @@ class Rows:
         if not isinstance(given, dict):
             raise ValueError(f"a row is an object such as {self.example}, not {_shown(given)}")
         if unknown := given.keys() - set(self.names):
-            raise ValueError(
-                f"a row has no {_shown(sorted(map(str, unknown))[0])}: it is such as {self.example}"
-            )
+            word = _shown(sorted(map(str, unknown))[0])
+            raise ValueError(f"a row has no {word}: it is such as {self.example}")
         key = given.get("key")
         if not isinstance(key, str | int) or isinstance(key, bool):
             raise ValueError(f"the key of a row is a text or a whole number, not {_shown(key)}")
@@ -67,9 +66,8 @@ class Rows:
             return numbers("x", given.get("x"), self.widths[0]), numbers("y", given.get("y"), self.widths[1])
         mark = given.get("mark", -1)
         if not isinstance(mark, int) or isinstance(mark, bool) or not -1 <= mark < self.marks:
-            raise ValueError(
-                f"a mark is a whole number below {self.marks}, or -1 if unknown, not {_shown(mark)}"
-            )
+            known = f"below {self.marks}, or -1 if unknown"
+            raise ValueError(f"a mark is a whole number {known}, not {_shown(mark)}")
         return numbers("time", given.get("time"), 1)[0], mark
 
     def columns(self, x: list[Any], y: list[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -168,9 +166,9 @@ class Consumer:
                 self.store.move(self.source, batch[-1][1])
             self.taken += len(rows)
         except ValueError as error:
-            if len(batch) > 1:
-                self._commit(batch[: len(batch) // 2])
-                self._commit(batch[len(batch) // 2 :])
+            if (half := len(batch) // 2) > 0:
+                self._commit(batch[:half])
+                self._commit(batch[half:])
             else:
                 self._bad(batch[0][1], error)
                 self._commit([(None, batch[0][1])])
@@ -218,9 +216,8 @@ def consume_lines(consumer: Consumer, handle: int, *, batch: int = 512, stop: St
                 items.append((line, name))
         consumer.take([(line, name) for line, name in items if line.strip()])
     if number < skipped and not stop():
-        raise ValueError(
-            f"there are only {number:,} lines, but {skipped:,} of {consumer.source!r} were taken before"
-        )
+        before = f"{skipped:,} of {consumer.source!r} were taken before"
+        raise ValueError(f"there are only {number:,} lines, but {before}")
 
 
 def _lines(handle: int, batch: int, stop: Stop) -> Iterator[list[bytes]]:
@@ -230,8 +227,7 @@ def _lines(handle: int, batch: int, stop: Stop) -> Iterator[list[bytes]]:
         if not select.select([handle], [], [], 0.2)[0]:
             continue
         block = os.read(handle, 2**18)
-        lines = (rest + block).split(b"\n")
-        rest = lines.pop()
+        *lines, rest = (rest + block).split(b"\n")
         if len(rest) > LONGEST:
             raise ValueError(f"a line is longer than {LONGEST:,} bytes: one row is one line")
         if not block and rest:
@@ -258,7 +254,7 @@ def consume_redis(
     except ImportError as error:
         raise ImportError('this needs the package redis: pip install "constmem[redis]"') from error
     client, waited, last = redis.Redis.from_url(url, socket_timeout=30), 0.5, time.monotonic()
-    checked = False
+    checked = False  # whether it is the stream that it was
     while not stop():
         position = str(consumer.store.position(consumer.source) or "0-0")
         try:
@@ -287,22 +283,18 @@ def _require_same_stream(client: Any, consumer: Consumer, stream: str, position:
     """Refuse a stream that begins anew, and say where entries were deleted before they were taken."""
     if position == "0-0" or not client.exists(stream):
         return
-    about = client.xinfo_stream(stream)
-    latest, deleted = (
-        _number(about.get(name, b"0-0")) for name in ("last-generated-id", "max-deleted-entry-id")
-    )
+    about, names = client.xinfo_stream(stream), ("last-generated-id", "max-deleted-entry-id")
+    latest, deleted = (_number(about.get(name, b"0-0")) for name in names)
     if latest < _number(position):
         raise ValueError(
             f"the Redis stream {stream!r} ends before {position}, where {consumer.source!r} was left: it "
             "was made anew; give another --source to take it from its beginning"
         )
     if deleted > _number(position):
-        consumer.report(
-            f"warning: entries of {stream!r} behind {position} were deleted before they were taken"
-        )
+        lost = f"entries of {stream!r} behind {position} were deleted before they were taken"
+        consumer.report(f"warning: {lost}")
 
 
 def _number(name: Any) -> tuple[int, int]:
-    text = name.decode() if isinstance(name, bytes) else str(name)
-    first, _, second = text.partition("-")
+    first, _, second = (name.decode() if isinstance(name, bytes) else str(name)).partition("-")
     return int(first), int(second or 0)

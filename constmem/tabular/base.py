@@ -140,6 +140,13 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
 
     _also: tuple[str, ...] = ()
 
+    @alone
+    def by_key(self) -> Any:
+        """What a `StreamPool` holds streams of this estimator by: its columns, features and units."""
+        from constmem.tabular.keyed import EstimatorStreams
+
+        return EstimatorStreams(self)
+
     def merge(self, other: Any) -> Any:
         """Take all that another estimator has learned, and return this one: as if it had seen both.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from constmem.serve.access import Tokens
+from constmem.serve import Tokens
 from tests.serve import test_service
 from tests.streams import test_sources, test_store
 

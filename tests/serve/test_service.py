@@ -25,7 +25,7 @@ from tests.streams.test_store import alone, require_same, rows
 
 pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
-from constmem.serve.access import Failure, Limits, Tokens  # noqa: E402
+from constmem.serve import Failure, Limits, Tokens  # noqa: E402
 from constmem.serve.batches import Batches  # noqa: E402
 from constmem.serve.service import Service  # noqa: E402
 
