@@ -211,6 +211,16 @@ class Moments(Monoid):
 def _of_chunk(phi: Tensor, y: Tensor, weight: Tensor | None) -> Moments:
     """Sums over one chunk of rows, in float64: one of float32 is not positive definite."""
     weighted = phi if weight is None else phi * weight[..., None]
+    squares = y.square() if weight is None else y.square() * weight[..., None]
+    count = phi.new_full(phi.shape[:-2], phi.shape[-2]) if weight is None else weight.sum(-1)
+    return Moments(_gram(phi, weighted), weighted.mT @ y, squares.sum(-2), count)
+
+
+def _gram(phi: Tensor, weighted: Tensor) -> Float[Tensor, "*b p p"]:
+    """Sums of products of features, symmetric to the last bit, as saving needs it."""
+    if weighted is phi and phi.ndim == 2 and phi.device.type == "cpu" and not phi.requires_grad:
+        whole = phi.numpy()
+        return torch.from_numpy(whole.T @ whole)  # numpy multiplies one triangle, and copies it
     p = phi.shape[-1]
     gram = phi.new_empty(*phi.shape[:-2], p, p)
     for start in range(0, p, BLOCK):
@@ -219,10 +229,8 @@ def _of_chunk(phi: Tensor, y: Tensor, weight: Tensor | None) -> Moments:
         gram[..., rows, beyond] = block[..., BLOCK:]
         gram[..., beyond, rows] = block[..., BLOCK:].mT
         square = block[..., :BLOCK]
-        gram[..., rows, rows] = (square + square.mT) / 2  # symmetric to the last bit, as saving needs it
-    squares = y.square() if weight is None else y.square() * weight[..., None]
-    count = phi.new_full(phi.shape[:-2], phi.shape[-2]) if weight is None else weight.sum(-1)
-    return Moments(gram, weighted.mT @ y, squares.sum(-2), count)
+        gram[..., rows, rows] = (square + square.mT) / 2
+    return gram
 
 
 def _rows(t: Tensor) -> str:

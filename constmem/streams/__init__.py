@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ class Table(ABC):
     def _require_own(self, state: Any) -> None: ...
 
 
+@runtime_checkable
 class Estimator(Protocol):
     """Whatever says how it is held by key."""
 

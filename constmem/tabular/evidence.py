@@ -2,13 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf, isfinite
 
+import numpy as np
 import torch
 from jaxtyping import Float
+from scipy.linalg import lapack  # type: ignore[import-untyped]
 from torch import Tensor
 
 from constmem.core.moments import Moments
+from constmem.tabular.kernel import side_by_side, times_upper
 
 KERNEL = "kernel"  # the group whose inner products are those of a kernel with k(x, x) = 1, or less
 PRIOR = 0.5, 1e-5  # of the noise: shape of an inverse gamma, and noise in units of y's mean square
@@ -22,6 +26,9 @@ RATIO = 0.3  # noise to signal that is expected of a group
 RATIOS = {"products": 30.0}  # and of some: few rows say nothing of products where both columns are large
 SPREAD = 1.0, 4.0  # width and degrees of freedom of the prior of a ratio's logarithm, Student's t
 START = 0.01  # noise to signal ratio that a search begins with
+PIECE = 512  # rows multiplied at once
+MANY = 256  # rows that are worth inverting the factor for
+SHORT = 1e-6  # of the noise: what float32 may round it by, at most
 CLOSE = 1e-2  # nats a target: a step that promises less is not made
 
 
@@ -65,9 +72,28 @@ class Posterior:
         return self.leverage(phi).clamp(min=0.0)[:, None] * self.noise
 
     def whitened(self, phi: Float[Tensor, "n p"]) -> Float[Tensor, "n p"]:
-        """Features whose weights are uncorrelated, of variance one in units of the noise."""
-        made: Tensor = torch.linalg.solve_triangular(self.factor.mT, phi.double(), upper=True, left=False)
-        return made
+        """Features whose weights are uncorrelated, of variance one in units of the noise.
+
+        Many rows are multiplied by the factor's inverse, in float32 where the variances are still exact to
+        `SHORT` of the noise: a row's rounding is that of sums as long as the variances of its weights allow.
+        """
+        if len(phi) < MANY:
+            made: Tensor = torch.linalg.solve_triangular(self.factor.mT, phi.double(), upper=True, left=False)
+            return made
+        exact, short, variances = self._inverse
+        rows = phi.float()
+        longest = float((rows.square() @ variances).max().sqrt())
+        if longest * torch.finfo(torch.float32).eps / 2 > SHORT:
+            rows, short = phi.double(), exact
+        return torch.cat(side_by_side(lambda piece: times_upper(piece, short), rows.split(PIECE)))
+
+    @cached_property
+    def _inverse(self) -> tuple[Float[Tensor, "p p"], Float[Tensor, "p p"], Float[Tensor, " p"]]:
+        """The factor's inverse, transposed, in float64 and float32, and the variances of the weights."""
+        inverse, failed = lapack.dtrtri(np.asfortranarray(self.factor.numpy()), lower=1)
+        assert not failed
+        exact = torch.from_numpy(inverse.T)
+        return exact, exact.float(), exact.square().sum(1).float()
 
     def leverage(
         self, phi: Float[Tensor, "n p"], whitened: Float[Tensor, "n p"] | None = None
@@ -79,7 +105,7 @@ class Posterior:
         that are represented better than the average have less of it, and a leverage that may be negative.
         """
         white = self.whitened(phi) if whitened is None else whitened
-        made: Tensor = torch.linalg.vecdot(white, white)
+        made: Tensor = torch.linalg.vecdot(white, white).double()
         if self.kernel is not None:
             near = phi[:, self.kernel].double()
             lacking = (1.0 - torch.linalg.vecdot(near, near)).clamp(min=0.0)

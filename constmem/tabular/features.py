@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from constmem.tabular.kernel import Kernel, times_upper
+from constmem.tabular.kernel import Kernel, side_by_side, times_upper
 
 SIZE = 762
 WARM = 2048  # rows that inducing points and lengths are chosen among
@@ -101,10 +101,13 @@ class Features:
     def __call__(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n p"]:
         """Features of rows, in float64."""
         made = x.new_empty(len(x), self.width, dtype=torch.float64)
-        group, whitener = self.groups.get("kernel", slice(0)), self._made[2]  # type: ignore[attr-defined]
-        for rows, piece in zip(x.split(PIECE), made.split(PIECE), strict=True):
-            self._fill(rows, piece)
-            times_upper(piece[:, group].clone(), whitener, out=piece[:, group])
+        whitener = self._made[2]  # type: ignore[attr-defined]
+
+        def fill(rows: slice) -> None:
+            *others, covariances, trees = self._parts(x[rows])
+            torch.cat([*others, times_upper(covariances, whitener), trees], 1, out=made[rows])
+
+        side_by_side(fill, [slice(start, start + PIECE) for start in range(0, len(x), PIECE)])
         return made
 
     def predict(
@@ -114,21 +117,19 @@ class Features:
         group, whitener = self.groups.get("kernel", slice(0)), self._made[2]  # type: ignore[attr-defined]
         every = torch.cat([*weights], 1)
         every[group] = whitener @ every[group]  # the weights of covariances that are not whitened
-        made, piece = [], x.new_empty(min(len(x), PIECE), self.width, dtype=torch.float64)
-        for rows in x.split(PIECE):
-            self._fill(rows, piece[: len(rows)])
-            made.append(piece[: len(rows)] @ every)
+        piece = x.new_empty(min(len(x), PIECE), self.width, dtype=torch.float64)
+        made = [torch.cat(self._parts(rows), 1, out=piece[: len(rows)]) @ every for rows in x.split(PIECE)]
         return list(torch.cat(made).split([w.shape[1] for w in weights], 1))
 
-    def _fill(self, x: Tensor, out: Tensor) -> None:
-        """Features of a few rows, but that covariances with the inducing points are not whitened yet."""
+    def _parts(self, x: Tensor) -> list[Tensor]:
+        """Features of a few rows by group, but covariances with the inducing points not whitened yet."""
         kernel, where, _, pairs = self._made  # type: ignore[attr-defined]
         z = (x.double() - self.centre) / self.scale
         u = self._coordinates(z)
         left, right = z.clamp(-FAR, FAR)[:, pairs].unbind(1)
         covariances = kernel(u, where) if len(where) else z[:, :0]
-        parts = torch.ones_like(z[:, :1]), z, u[:, z.shape[1] :], left * right, covariances
-        torch.cat([*parts, leaves(z, self.columns, self.thresholds)], 1, out=out)
+        trees = leaves(z, self.columns, self.thresholds)
+        return [torch.ones_like(z[:, :1]), z, u[:, z.shape[1] :], left * right, covariances, trees]
 
     @cached_property
     def groups(self) -> dict[str, slice]:

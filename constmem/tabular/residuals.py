@@ -127,8 +127,8 @@ class Residuals:
 
     def _before(self, phi: Tensor, fold: Tensor) -> Float[Tensor, "n k"]:
         """What other folds predict."""
-        made = torch.einsum("np,fpk->fnk", phi, self.weights)
-        return made[fold, torch.arange(len(phi))]
+        every = self.weights.mT.flatten(0, 1) @ phi.mT  # (f k, n)
+        return every.view(FOLDS, -1, len(phi))[fold, :, torch.arange(len(phi))]
 
     def _observed(self, features: Features, x: Tensor, phi: Tensor, y: Tensor) -> AttentionState:
         before = self._before(phi, fold_of(x))

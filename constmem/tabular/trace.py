@@ -1,6 +1,7 @@
 """`Trace`: moments that forget at one rate, and answers that hold for rows not yet folded into them, too."""
 
 from collections import deque
+from functools import reduce
 from math import inf, isinf
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from constmem.core.moments import Moments
 from constmem.tabular.answers import Answer
 from constmem.tabular.evidence import Posterior, at, posterior
-from constmem.tabular.features import Features
+from constmem.tabular.features import PIECE, Features
+from constmem.tabular.kernel import side_by_side
 
 RECENT = 128  # rows that may wait; answers correct for them exactly, by a matrix of that size
 GROWTH = 0.5  # precisions are searched again when so many more rows have come
@@ -74,7 +76,12 @@ class Trace:
             factor = 0.5 ** (1 / self.half_life)
             weight = factor ** torch.arange(n - 1, -1, -1, dtype=torch.float64)
             state = state.decay(max(factor**n, 1e-300))
-        self.moments = state.merge(Moments.observe(phi, y, weight))
+        size = max(PIECE, -(-n // torch.get_num_threads()))
+        parts = [slice(start, start + size) for start in range(0, n, size)]
+        sums = side_by_side(
+            lambda s: Moments.observe(phi[s], y[s], None if weight is None else weight[s]), parts
+        )
+        self.moments = reduce(Moments.merge, sums, state)
         if self.window is not None:
             self.held.append((x.clone(), y.clone()))
             self._slide(self.window)
@@ -136,7 +143,9 @@ class Trace:
         mean, leverage = base.mean(phi), base.leverage(phi, whitened)
         if len(y):
             shift, less = self._correction.apply(whitened)
-            mean, leverage = mean + shift, (leverage - less) * 2.0 ** (len(y) / self.half_life)
+            leverage = (leverage - less) * 2.0 ** (len(y) / self.half_life)
+            exact = whitened.dtype == torch.float64
+            mean = mean + shift if exact else phi.double() @ self.weights(recent, y)
         self._asked = (phi, whitened) if len(phi) <= RECENT else None
         return Answer(mean, noise * (1 + leverage).clamp(min=LEAST)[:, None], freedom)
 
@@ -250,7 +259,7 @@ class _Correction:
 
     def apply(self, whitened: Float[Tensor, "n p"]) -> tuple[Tensor, Tensor]:
         """Change of the mean, (n, k), and reduction of the leverage, (n,), of whitened rows."""
-        across = self.solve(self.rows[: self.count] @ whitened.mT)
+        across = self.solve((self.rows[: self.count].to(whitened.dtype) @ whitened.mT).double())
         return across.mT @ self.errors[: self.count], across.square().sum(0)
 
     def weights(self, base: Posterior) -> Float[Tensor, "p k"]:

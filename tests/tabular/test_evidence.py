@@ -12,7 +12,18 @@ from torch import Tensor
 
 from constmem.core.moments import Moments
 from constmem.tabular.answers import TAILS, Answer, probabilities
-from constmem.tabular.evidence import PRIOR, RATIO, RATIOS, SPREAD, Posterior, _Fit, at, posterior
+from constmem.tabular.evidence import (
+    MANY,
+    PRIOR,
+    RATIO,
+    RATIOS,
+    SHORT,
+    SPREAD,
+    Posterior,
+    _Fit,
+    at,
+    posterior,
+)  # fmt: skip
 
 GROUPS = {"constant": slice(0, 1), "few": slice(1, 4), "products": slice(4, 12)}
 seeds = st.integers(0, 2**31)
@@ -108,6 +119,19 @@ def test_the_posterior_at_known_precisions_is_the_one_that_was_found() -> None:
     same = at(moments, GROUPS, found.precisions, found.noise, found.freedom)
     torch.testing.assert_close(same.weights, found.weights)
     torch.testing.assert_close(same.factor, found.factor)
+
+
+@pytest.mark.parametrize(("alike", "dtype"), [(1.0, torch.float32), (1e-7, torch.float64)])
+def test_variances_of_many_rows_are_those_of_each(alike: float, dtype: torch.dtype) -> None:
+    """Of features that are nearly copies float32 would lose the variances, so they are not given to it."""
+    phi, y = data(MANY, noise=1e-3)
+    phi[:, 2:4] = phi[:, 1:2] + alike * phi[:, 2:4]
+    found = at(Moments.observe(phi, y), GROUPS, dict.fromkeys(GROUPS, 1e-9), torch.ones(1).double(), 9.0)
+    together = found.whitened(phi)
+    assert together.dtype == dtype
+    exact = np.linalg.solve(found.factor.numpy(), phi.numpy().T).T
+    np.testing.assert_allclose(found.leverage(phi), (exact**2).sum(1), rtol=0, atol=SHORT)
+    np.testing.assert_allclose(together.numpy(), exact, rtol=0, atol=1e-5)
 
 
 def test_intervals_hold_what_they_promise() -> None:

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from threadpoolctl import threadpool_info
 from torch import Tensor
 
 from constmem.tabular import kernel as kernels
 from constmem.tabular.features import Features, grow
 from constmem.tabular.features import leaves as leaves_of
-from constmem.tabular.kernel import Kernel
+from constmem.tabular.kernel import Kernel, side_by_side, times_upper
 
 
 def table(n: int = 300, d: int = 4, *, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -95,6 +96,35 @@ def test_inner_products_of_kernel_features_are_the_kernels_at_its_points() -> No
     u = features._coordinates((x - features.centre) / features.scale)
     kernel = Kernel(features.rates, features.share)
     torch.testing.assert_close(phi @ phi.mT, kernel(u, u), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [0, 1, 33])
+def test_a_product_with_an_upper_triangle_is_the_product(n: int, dtype: torch.dtype) -> None:
+    rows, square = (torch.randn(count, 230, generator=random(), dtype=dtype) for count in (n, 230))
+    upper = square.triu()
+    np.testing.assert_allclose(times_upper(rows, upper), rows.numpy() @ upper.numpy(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_work_side_by_side_is_in_order_and_leaves_the_numbers_of_threads_alone(threads: int) -> None:
+    blas = [info["num_threads"] for info in threadpool_info() if info["user_api"] == "blas"]
+    before, inside = torch.get_num_threads(), []
+
+    def work(piece: int) -> int:
+        inside.extend(info["num_threads"] for info in threadpool_info() if info["user_api"] == "blas")
+        return sum(side_by_side(lambda i: i, [piece, 1])) - 1
+
+    torch.set_num_threads(threads)
+    try:
+        assert side_by_side(work, [3, 1, 2, 0]) == [3, 1, 2, 0]
+        with pytest.raises(ZeroDivisionError):
+            side_by_side(lambda i: 1 // i, [1, 0, 1])
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert set(inside) == {1}
+    assert [info["num_threads"] for info in threadpool_info() if info["user_api"] == "blas"] == blas
 
 
 def test_the_kernel_is_the_formula() -> None:
