@@ -34,6 +34,7 @@ PARTS = (
     "integrations/onnx_table_runner",
     "integrations/onnx_runner",
     "integrations/onnx_evidence",
+    "tabular/answers",
     "tabular/columns",
     "tabular/frames",
     "tabular/inputs",

@@ -1,11 +1,10 @@
-"""The numpy of `TableRunner`: precisions of feature groups by evidence, and the laws that it answers with.
+"""The numpy of `TableRunner`: precisions of feature groups by evidence.
 
 `constmem.tabular` has the same in PyTorch, with the words; a graph cannot factorise matrices. Constants come
 from there, through model.json.
 """
 
-from math import erfc, exp, inf, lgamma, log, pi
-from statistics import NormalDist
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,10 +13,6 @@ Array = np.ndarray[Any, Any]
 Constants = dict[str, Any]
 Groups = dict[str, slice]
 Moments = dict[str, Array]  # gram, cross, square, count
-BISECTIONS = 60
-ODD = -7046029254386353131  # of the hash that cuts rows into folds
-FOLDS = 4
-_erfc = np.frompyfunc(erfc, 1, 1)
 
 
 class Known(NamedTuple):
@@ -123,93 +118,6 @@ def search(moments: Moments, groups: Groups, start: Array | None, c: Constants) 
     return np.exp(best.at), best.noise * (best.freedom / freedom), freedom
 
 
-def probabilities(mean: Array, variance: Array, c: Constants) -> Array:
-    """Probabilities of classes, (n, k), from means and variances of their indicators."""
-    k = mean.shape[-1]
-    spread = np.sqrt(np.maximum(variance + c["DOUBT"] * (k - 1) / k**2, np.finfo(np.float64).tiny))
-    numbers = (mean - 0.5) / spread * (8 / pi) ** 0.5
-    shares = np.exp(numbers - numbers.max(-1, keepdims=True))
-    return np.asarray(shares / shares.sum(-1, keepdims=True))
-
-
-class Student:
-    """Student's t for each of n rows and k targets, with tails as heavy as tables have them."""
-
-    def __init__(self, mean: Array, variance: Array, freedom: float, c: Constants) -> None:
-        if freedom > c["TAILS"]:  # the same 90 % intervals
-            variance = variance * (_upper(freedom) / _upper(c["TAILS"])) ** 2
-        self.mean, self.variance, self.freedom = mean, variance, min(freedom, c["TAILS"])
-        self.scale = np.sqrt(np.maximum(variance, 1e-300))
-
-    @property
-    def moment(self) -> Array:
-        """Variance, but that it is never infinite."""
-        return np.asarray(self.variance * (self.freedom / max(self.freedom - 2.0, 1.0)))
-
-    def log_density(self, y: Array) -> Array:
-        """Log density of the targets, (n, k)."""
-        v, z = self.freedom, (y - self.mean) / self.scale
-        constant = lgamma((v + 1) / 2) - lgamma(v / 2) - 0.5 * log(v * pi)
-        return np.asarray(constant - np.log(self.scale) - (v + 1) / 2 * np.log1p(z**2 / v))
-
-    def cdf(self, y: Array) -> Array:
-        """Probability of less than y."""
-        return _student((y - self.mean) / self.scale, self.freedom)
-
-    def bounds(self, level: float) -> tuple[Array, Array]:
-        """Numbers that the quantile lies between: here it is both."""
-        low, high = -1e6, 1e6
-        for _ in range(100):
-            middle = (low + high) / 2
-            low, high = (middle, high) if _student(np.array(middle), self.freedom) < level else (low, middle)
-        found = self.mean + self.scale * (low + high) / 2
-        return found, found
-
-
-class Normals:
-    """A mixture of normals for each row and target, around a mean that is not its own."""
-
-    def __init__(self, mean: Array, means: Array, stds: Array, log_weight: Array) -> None:
-        self.mean, self.means, self.stds, self.log_weight = mean, means, stds, log_weight
-
-    @property
-    def moment(self) -> Array:
-        """Mean square of the distance from the mean."""
-        apart = (self.means - self.mean[..., None]) ** 2
-        return np.asarray((np.exp(self.log_weight) * (self.stds**2 + apart)).sum(-1))
-
-    def log_density(self, y: Array) -> Array:
-        """Log density of the targets, (n, k)."""
-        z = (y[..., None] - self.means) / self.stds
-        each = self.log_weight - 0.5 * z**2 - np.log(self.stds) - 0.5 * log(2 * pi)
-        return np.asarray(np.logaddexp.reduce(each, -1))
-
-    def cdf(self, y: Array) -> Array:
-        """Probability of less than y."""
-        z = (y[..., None] - self.means) / self.stds
-        below = 0.5 * np.asarray(_erfc(-z / 2**0.5), np.float64)
-        return np.asarray((below * np.exp(self.log_weight)).sum(-1))
-
-    def bounds(self, level: float) -> tuple[Array, Array]:
-        """Numbers that the quantile lies between: those of its normals."""
-        each = self.means + self.stds * NormalDist().inv_cdf(level)
-        return each.min(-1), each.max(-1)
-
-
-Laws = list[tuple[float, Student | Normals]]  # and their shares
-
-
-def quantile(laws: Laws, level: float) -> Array:
-    """The quantile of a mixture, which lies between those of its parts."""
-    ends = [law.bounds(level) for _, law in laws]
-    low, high = np.min([a for a, _ in ends], 0), np.max([b for _, b in ends], 0)
-    for _ in range(BISECTIONS if len(laws) > 1 else 0):
-        middle = (low + high) / 2
-        below = sum(share * law.cdf(middle) for share, law in laws) < level
-        low, high = np.where(below, middle, low), np.where(below, high, middle)
-    return np.asarray((low + high) / 2)
-
-
 def usual(moments: Moments, groups: Groups) -> float | None:
     """How much of the kernel features do not explain at the rows seen, on average; None without one."""
     count, kernel = float(moments["count"]), groups.get("kernel")
@@ -234,43 +142,3 @@ def together(rows: list[tuple[Array, Array]], targets: int) -> tuple[Array, Arra
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two sets of frozen parts are one."""
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
-
-
-def fold_of(x: Array) -> Array:
-    """Which fold a row belongs to: by a hash of its numbers, so always the same."""
-    bits = np.ascontiguousarray(x + 0.0).view(np.int64)  # + 0.0: there are two zeros
-    with np.errstate(over="ignore"):
-        mixed = (bits ^ (bits >> 29)) * (np.arange(1, 2 * x.shape[1], 2) * ODD)
-        total = mixed.sum(1)
-        total = (total ^ (total >> 32)) * ODD
-    return np.asarray((total >> 40) & (FOLDS - 1))
-
-
-def _upper(freedom: float) -> float:
-    """The 95 % quantile of Student's t, by the expansion of Cornish and Fisher."""
-    z = 1.6448536269514722
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / freedom + second / freedom**2 + third / freedom**3
-
-
-def _student(t: Array, v: float) -> Array:
-    """The distribution function of Student's t: half an incomplete beta function."""
-    x, rest, a, b = v / (v + t**2), t**2 / (v + t**2), v / 2, 0.5
-    flip = x > (a + 1) / (a + b + 2)
-    near, far = _beta(np.where(flip, rest, 0.0), b, a), _beta(np.where(flip, 0.0, x), a, b)
-    tail = np.where(flip, 1 - near, far) / 2
-    return np.where(t > 0, 1 - tail, tail)
-
-
-def _beta(x: Array, a: float, b: float) -> Array:
-    """The regularised incomplete beta function, by its continued fraction, where that converges fast."""
-    front = exp(lgamma(a + b) - lgamma(a) - lgamma(b)) / a
-    power = np.power(x, a) * np.power(1 - x, b)
-    fraction = np.zeros_like(x)
-    for m in range(60, 0, -1):  # from the inside out
-        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        fraction = even / (1 + odd / (1 + fraction))
-    first = -(a + b) * x / (a + 1)
-    return np.asarray(front * power / (1 + first / (1 + fraction)))

@@ -11,7 +11,6 @@
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,24 @@ import numpy as np
 from constmem.integrations import onnx_evidence as evidence
 from constmem.integrations.onnx_evidence import Known
 from constmem.integrations.onnx_runner import CHUNK, Array, Exported, read, write
-from constmem.tabular.columns import Columns
-from constmem.tabular.inputs import frame_of
+from constmem.tabular.answers import (
+    Answer,
+    Answers,
+    Numbers,
+    Shape,
+    mixed_deviation,
+    mixed_mean,
+    mixed_probabilities,
+)  # fmt: skip
+from constmem.tabular.columns import Columns, fold_of
+from constmem.tabular.inputs import extended, frame_of, labels_of, numbers_of, one_hot
 
 STATE = "constmem.tabular"
 RECENT = 128  # rows that wait in the library, which searches precisions less often for them
 PIECE = 4096  # rows that the library takes at once
 
 
-class TableRunner(Exported):
+class TableRunner(Exported, Numbers):
     """A streaming regressor or classifier: frozen columns and features, and sums that grow with no row.
 
     It starts with what the exported estimator had learned; `spawn` gives one that has learned nothing.
@@ -43,6 +51,7 @@ class TableRunner(Exported):
     def __init__(self, folder: str | os.PathLike[str], *, threads: int = 1) -> None:
         super().__init__(folder, threads)
         self.constants: dict[str, Any] = self.about["constants"]
+        self._trust = self.constants["TRUST"]
         self.groups = {name: slice(*ends) for name, ends in self.about["groups"].items()}
         self._frozen: dict[str, Any] | None = None
         self._rows: list[tuple[Array, Array]] = []  # that wait to be summed
@@ -58,6 +67,7 @@ class TableRunner(Exported):
         if self._frozen is not None and not evidence.same(self._frozen, frozen):
             raise ValueError(f"{path} has frozen other columns or features than what was exported: export it")
         self._frozen, self.header, self._rows = frozen, header, []
+        self._folds = len(frozen.get("residuals.weights", "1"))
         self.columns = Columns.of(header["columns"])
         memory = {n.removeprefix("memory.0."): t for n, t in tensors.items() if n.startswith("memory.0.")}
         gram = evidence.symmetric(memory["gram"], len(memory["cross"]))
@@ -73,7 +83,7 @@ class TableRunner(Exported):
             left = self._solved(self._precisions)[2]
             self._known = Known(memory["noise"], float(memory["freedom"]), left, float(self.state["count"]))
         self._folded()
-        own, self.flat = header["about"], bool(header["about"].get("flat", True))
+        own, self._flat = header["about"], bool(header["about"].get("flat", True))
         self.order = np.array(own["order"], own["dtype"]) if self.about["discrete"] else None
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -128,29 +138,22 @@ class TableRunner(Exported):
         return self
 
     def _targets(self, y: Any, rows: int) -> Array:
-        given = np.asarray(y)
-        if len(given) != rows or given.ndim > (2 if self.order is None else 1):
-            raise ValueError(f"X has {rows} rows, but y is of shape {given.shape}: give one target a row")
         if self.order is None:
-            targets = np.asarray(given, np.float64).reshape(rows, -1)
-            if targets.shape[1] != self.state["cross"].shape[1] or not np.isfinite(targets).all():
-                raise ValueError("y must be finite numbers, as many targets a row as were learned before")
+            targets, _ = numbers_of(y, rows)
+            if targets.shape[1] != (known := self.state["cross"].shape[1]):
+                raise ValueError(f"y has {targets.shape[1]} targets, but {known} were learned before")
             return targets
-        if given.dtype.kind == "O" and all(isinstance(label, str) for label in given):
-            given = given.astype(str)
-        if (given.dtype.kind in "US") != (self.order.dtype.kind in "US"):
-            raise ValueError(f"classes were {self.order.tolist()[:3]} before, and now {given.tolist()[:3]}")
-        known = self.order.tolist()
-        new = [label for label in np.unique(given).tolist() if label not in set(known)]
-        if new and self.header["about"]["declared"]:
-            raise ValueError(f"y holds {new[0]!r}, which is none of the classes {known} given at first")
-        if new:
-            self.order = np.concatenate([self.order, np.array(new, given.dtype)])
-            for name, pad in (("cross", ((0, 0), (0, len(new)))), ("square", (0, len(new)))):
+        labels, known = labels_of(y, rows), len(self.order)
+        if labels.ndim != 1:
+            raise ValueError(f"y has shape {labels.shape}: one class a row is needed")
+        wider = extended(self.order, labels)
+        if (more := len(wider) - known) and self.header["about"]["declared"]:
+            raise ValueError(f"y holds {wider[known]!r}, which is none of the classes given at first")
+        if more:
+            self.order, self._asked, self._known = wider, False, None
+            for name, pad in (("cross", ((0, 0), (0, more))), ("square", (0, more))):
                 self.state[name] = np.pad(self.state[name], pad)
-            self._asked, self._known = False, None
-        place = {label: i for i, label in enumerate([*known, *new])}
-        return np.eye(len(place))[[place[label] for label in given.tolist()]]
+        return one_hot(labels, wider)
 
     def _learn(self, x: Array, y: Array) -> None:
         """Take rows; when precisions are searched next follows the library to the row."""
@@ -169,7 +172,7 @@ class TableRunner(Exported):
             x, y = evidence.together(rows, self.state["cross"].shape[1])
             for i in range(0, len(x), CHUNK):
                 some = x[i : i + CHUNK]
-                found = self._run("update", x=some, fold=evidence.fold_of(some), y=y[i : i + CHUNK])
+                found = self._run("update", x=some, fold=fold_of(some, self._folds), y=y[i : i + CHUNK])
                 self.state = {name: found[f"{name}_out"] for name in self.state}
 
     def _fold(self) -> None:
@@ -245,56 +248,33 @@ class TableRunner(Exported):
         self._memory = read | (self._run("read") if "read" in self._graphs else {}), now.freedom
         return dict(self._memory[0]), now.freedom
 
-    def _answers(self, X: Any) -> tuple[dict[str, Array], float]:
+    def _said(self, X: Any) -> tuple[dict[str, Array], float]:
+        """What the graph says of rows, and degrees of freedom."""
         x, (given, freedom) = self.columns(frame_of(X)), self.read()
         parts = [self._run("predict", x=x[i : i + CHUNK], **given) for i in range(0, len(x), CHUNK)]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, freedom
 
-    def _laws(self, X: Any) -> evidence.Laws:
-        """The laws of rows' targets, each with its share."""
+    def _answers(self, X: Any) -> tuple[Answers, Array]:
         if self.order is not None:
             raise ValueError("this is a classifier: use predict_proba")
-        found, freedom = self._answers(X)
-        student = evidence.Student(found["mean"], found["variance"], freedom, self.constants)
+        found, freedom = self._said(X)
+        student = Answer(found["mean"], found["variance"], freedom).heavier()
         if "means" not in found:
-            return [(1.0, student)]
-        normals = evidence.Normals(*(found[name] for name in ("mean", "means", "stds", "log_weight")))
-        return [(1 - self.constants["TRUST"], student), (self.constants["TRUST"], normals)]
+            return [student], np.ones(1)
+        normals = Shape(*(found[name] for name in ("mean", "means", "stds", "log_weight")))
+        return [student, normals], np.array([1 - self._trust, self._trust])
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """The most probable classes; or means, and with `return_std` standard deviations, noise included."""
         if self.order is not None:
             return self.classes[self.predict_proba(X).argmax(1)]
-        laws = self._laws(X)
-        mean = laws[0][1].mean
-        if not return_std:
-            return self._shaped(mean)
-        return self._shaped(mean), self._shaped(np.sqrt(sum(share * law.moment for share, law in laws)))
+        answers, weights = self._answers(X)
+        mean = self._shaped(mixed_mean(answers, weights))
+        return (mean, self._shaped(mixed_deviation(answers, weights))) if return_std else mean
 
     def predict_proba(self, X: Any) -> Array:
         """Probabilities, (n, classes), in the order of `classes`."""
         order = np.argsort(self._classes())
-        found, _ = self._answers(X)
-        chances = evidence.probabilities(found["mean"], found["variance"], self.constants)
-        return np.asarray(chances[:, order])
-
-    def predict_quantiles(self, X: Any, quantiles: Sequence[float] = (0.05, 0.5, 0.95)) -> Array:
-        """Quantiles of the target's distribution: (n, quantiles), or (n, targets, quantiles) of several."""
-        if not all(0 < level < 1 for level in quantiles):
-            raise ValueError(f"quantiles={quantiles!r}: give numbers between 0 and 1")
-        laws = self._laws(X)
-        return np.stack([self._shaped(evidence.quantile(laws, level)) for level in quantiles], -1)
-
-    def predict_interval(self, X: Any, coverage: float = 0.9) -> Array:
-        """The central interval that holds the target with this probability: (n, 2) lower and upper ends."""
-        return self.predict_quantiles(X, ((1 - coverage) / 2, (1 + coverage) / 2))
-
-    def log_density(self, X: Any, y: Any) -> Array:
-        """Log density of each row's targets, (n,), under the distribution that is predicted for it."""
-        laws = self._laws(X)
-        targets = self._targets(y, len(laws[0][1].mean))
-        each = [np.log(share) + law.log_density(targets).sum(-1) for share, law in laws]
-        return np.asarray(np.logaddexp.reduce(each, 0))
-
-    def _shaped(self, of: Array) -> Array:
-        return of[:, 0] if self.flat else of
+        found, freedom = self._said(X)
+        answer = Answer(found["mean"], found["variance"], freedom)
+        return np.asarray(mixed_probabilities([answer], np.ones(1))[:, order])

@@ -13,7 +13,6 @@ from constmem.data.prior import SHOWN, context_inputs, residual_of, target_input
 from constmem.integrations.onnx_verbs import Merge, Observe, Read, Verb, Work, exportable, sums
 from constmem.neural_processes import CMANP
 from constmem.tabular import evidence
-from constmem.tabular.answers import DOUBT, TAILS
 from constmem.tabular.evidence import KERNEL
 from constmem.tabular.features import CLIP, DEPTH, FAR, RANK
 from constmem.tabular.forgetting import TRUST
@@ -151,7 +150,7 @@ def of_table(learner: Learner) -> tuple[dict[str, Work], dict[str, Any]]:
     }  # fmt: skip
     groups = {name: [group.start, group.stop] for name, group in memory.features.groups.items()}
     constants = {name: getattr(evidence, name) for name in EVIDENCE}
-    constants |= {"DOUBT": DOUBT, "TAILS": TAILS, "TRUST": TRUST, "EMPTY": EMPTY}
+    constants |= {"TRUST": TRUST, "EMPTY": EMPTY}
     return work, {
         "kind": "tables", "groups": groups, "discrete": learner.discrete, "names": names,
         "constants": constants,

@@ -114,6 +114,7 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
                 del self.feature_names_in_
         self.learner_ = learner
 
+    @alone
     def _answers(self, X: Any) -> tuple[list[Answer | Shape], Weights]:
         check_is_fitted(self)
         return self.learner_.answers(frame_of(X))

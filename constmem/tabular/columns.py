@@ -17,6 +17,7 @@ from constmem.tabular.frames import EPOCH, Frame, Kind, aligned, example, missin
 LEVELS = 24  # categories of one column with a number of their own
 BUCKETS = 8  # that share all others, where there were more
 FAR = 30.0  # deviations; beyond, numbers grow like their logarithm, so that one row cannot drown all others
+ODD = -7046029254386353131  # of a hash: 64 bits, half of them set
 SECONDS = {"year": 365.2425 * 86400.0, "week": 7 * 86400.0, "day": 86400.0}
 MONDAY = 4 * 86400.0  # of the first week after the epoch, a Thursday
 
@@ -268,6 +269,16 @@ class Columns:
     @cached_property
     def _others(self) -> tuple[tuple[int, Column], ...]:
         return tuple((i, c) for i, c in enumerate(self.columns) if c.kind != "number")
+
+
+def fold_of(x: NDArray[np.float64], folds: int) -> NDArray[np.int64]:
+    """Which of a power of two of folds each row belongs to: by a hash of its numbers, so always the same."""
+    bits = np.ascontiguousarray(x + 0.0).view(np.int64)  # + 0.0: there are two zeros
+    with np.errstate(over="ignore"):
+        mixed = (bits ^ (bits >> 29)) * (np.arange(1, 2 * x.shape[1], 2) * ODD)
+        total = mixed.sum(1)
+        total = (total ^ (total >> 32)) * ODD
+    return np.asarray((total >> 40) & (folds - 1))
 
 
 def refuse_infinite(frame: Frame) -> None:

@@ -74,7 +74,8 @@ class Echo:
         leverage = (scaled * phi).sum(1) - across.square().sum(0)
         freedom = 1.0 + float(weight.sum())
         noise = (self.elder.base().noise + white.square().sum(0)) / freedom
-        return Answer(across.mT @ white, noise * (1 + leverage.clamp(min=0.0)[:, None]), freedom)
+        variance = noise * (1 + leverage.clamp(min=0.0)[:, None])
+        return Answer((across.mT @ white).numpy(), variance.numpy(), freedom)
 
     def weights(self, recent: Float[Tensor, "r p"], y: Float[Tensor, "r k"]) -> Float[Tensor, "p k"]:
         """The weights whose products with features are the means of answers; no rows wait."""

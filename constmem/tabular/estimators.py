@@ -2,7 +2,6 @@
 # ruff: noqa: N803 - X is scikit-learn's name
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,19 +11,13 @@ from sklearn.exceptions import DataConversionWarning
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted
 
-from constmem.tabular.answers import (
-    mixed_deviation,
-    mixed_log_density,
-    mixed_mean,
-    mixed_probabilities,
-    mixed_quantiles,
-)  # fmt: skip
+from constmem.tabular.answers import Numbers, mixed_deviation, mixed_mean, mixed_probabilities
 from constmem.tabular.base import StreamingEstimator, alone
-from constmem.tabular.inputs import frame_of
+from constmem.tabular.inputs import extended, frame_of, labels_of, numbers_of, one_hot
 from constmem.tabular.learner import Learner
 
 
-class StreamingRegressor(RegressorMixin, StreamingEstimator):  # type: ignore[misc]
+class StreamingRegressor(RegressorMixin, StreamingEstimator, Numbers):  # type: ignore[misc]
     """Numbers from the columns of a table or stream, with calibrated spread; closed form, no training.
 
     Means are the closed form's. Deviations, quantiles and densities take the shape that a pretrained CMANP
@@ -84,22 +77,7 @@ class StreamingRegressor(RegressorMixin, StreamingEstimator):  # type: ignore[mi
 
     def _given(self, X: Any, y: Any) -> tuple[Any, NDArray[np.float64], bool]:
         frame = frame_of(X)
-        given = _targets(y, len(frame))
-        if given.dtype.kind == "c":
-            raise ValueError("Complex data not supported: y holds complex numbers")
-        try:
-            targets = np.asarray(given, np.float64)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"y must hold numbers ({error}): for classes use StreamingClassifier") from error
-        bad = ~np.isfinite(targets)
-        if bad.any():
-            where = tuple(int(i) for i in np.argwhere(bad)[0])
-            what = "NaN" if np.isnan(targets[where]) else "infinity"
-            raise ValueError(
-                f"Input y contains {what}: row {where[0]} is {targets[where]}, in {int(bad.sum())} of "
-                f"{bad.size} places; leave rows without a target out"
-            )
-        return frame, targets.reshape(len(frame), -1), targets.ndim == 1
+        return frame, *numbers_of(y, len(frame))
 
     @alone
     def predict(self, X: Any, return_std: bool = False) -> Any:
@@ -111,40 +89,12 @@ class StreamingRegressor(RegressorMixin, StreamingEstimator):  # type: ignore[mi
         return self._shaped(mixed_mean(answers, weights)), self._shaped(mixed_deviation(answers, weights))
 
     @alone
-    def predict_quantiles(
-        self, X: Any, quantiles: Sequence[float] = (0.05, 0.5, 0.95)
-    ) -> NDArray[np.float64]:
-        """Quantiles of the target's distribution: (n, quantiles), or (n, targets, quantiles) of several."""
-        levels = np.asarray(quantiles, np.float64)
-        if levels.ndim != 1 or not len(levels) or not ((levels > 0) & (levels < 1)).all():
-            raise ValueError(f"quantiles={quantiles!r}: give one or more numbers between 0 and 1")
-        answers, weights = self._answers(X)
-        made = np.moveaxis(mixed_quantiles(answers, weights, levels.tolist()), 0, -1)
-        return made[:, 0] if self._flat else made
-
-    @alone
-    def predict_interval(self, X: Any, coverage: float = 0.9) -> NDArray[np.float64]:
-        """The central interval that holds the target with this probability: (n, 2) lower and upper ends."""
-        if not 0 < coverage < 1:
-            raise ValueError(f"coverage={coverage!r}: a number between 0 and 1 is needed, such as 0.9")
-        return self.predict_quantiles(X, ((1 - coverage) / 2, (1 + coverage) / 2))
-
-    def log_density(self, X: Any, y: Any) -> NDArray[np.float64]:
-        """Log density of each row's targets, (n,), under the distribution that is predicted for it."""
-        answers, weights = self._answers(X)
-        _, targets, _ = self._given(X, y)
-        return mixed_log_density(answers, weights, targets)
-
-    @alone
     def remove(self, X: Any, y: Any) -> "StreamingRegressor":
         """Undo having learned these rows, exactly; refuses rows that cannot have been learned."""
         check_is_fitted(self)
         frame, targets, _ = self._given(X, y)
         self.learner_.remove(frame, targets)
         return self
-
-    def _shaped(self, of: NDArray[np.float64]) -> NDArray[np.float64]:
-        return of[:, 0] if self._flat else of
 
     _also = ("_flat",)
 
@@ -168,7 +118,7 @@ class StreamingClassifier(ClassifierMixin, StreamingEstimator):  # type: ignore[
         """Forget everything, freeze columns and features by these rows, and learn them."""
         frame, labels = self._given(X, y)
         order = np.unique(labels)
-        self._take(self._new_learner(), frame, _one_hot(labels, order), freeze=True)
+        self._take(self._new_learner(), frame, one_hot(labels, order), freeze=True)
         self._order, self._declared, self.classes_ = order, False, order
         return self
 
@@ -179,7 +129,7 @@ class StreamingClassifier(ClassifierMixin, StreamingEstimator):  # type: ignore[
         known = hasattr(self, "learner_")
         declared = self._declared if known else classes is not None
         order = self._order if known else np.unique(labels if classes is None else np.asarray(classes))
-        wider = _extended(order, labels)
+        wider = extended(order, labels)
         if declared and len(wider) > len(order):
             raise ValueError(
                 f"y holds {wider.tolist()[len(order)]!r}, which is none of the classes given at first, "
@@ -189,13 +139,13 @@ class StreamingClassifier(ClassifierMixin, StreamingEstimator):  # type: ignore[
         if len(wider) > learner.targets and (learner.seen or learner.frozen):
             learner.check(frame)  # before anything changes
             learner.widen(len(wider))
-        self._take(learner, frame, _one_hot(labels, wider), freeze=False)
+        self._take(learner, frame, one_hot(labels, wider), freeze=False)
         self._order, self._declared, self.classes_ = wider, declared, np.sort(wider)
         return self
 
     def _given(self, X: Any, y: Any) -> tuple[Any, NDArray[Any]]:
         frame = frame_of(X)
-        labels = _targets(y, len(frame))
+        labels = labels_of(y, len(frame))
         if labels.ndim == 2 and labels.shape[1] == 1:
             warnings.warn(
                 "A column-vector y was passed when a 1d array was expected. Please change the shape of y to "
@@ -204,20 +154,6 @@ class StreamingClassifier(ClassifierMixin, StreamingEstimator):  # type: ignore[
                 stacklevel=3,
             )
             labels = labels[:, 0]
-        if labels.dtype.kind == "c":
-            raise ValueError("Complex data not supported: y holds complex numbers")
-        if labels.dtype.kind == "S":
-            raise TypeError("y holds bytes, not text: decode them, as in np.char.decode(y)")
-        if labels.dtype.kind == "O":
-            absent = [row for row, v in enumerate(labels) if v is None or v != v]
-            if absent:
-                raise ValueError(f"Input y contains NaN: row {absent[0]} has no class; leave such rows out")
-            if all(isinstance(v, str) for v in labels.ravel()):
-                labels = labels.astype(str)
-        elif labels.dtype.kind == "f" and not np.isfinite(labels).all():
-            row = int(np.flatnonzero(~np.isfinite(labels))[0])
-            what = "NaN" if np.isnan(labels.ravel()[row]) else "infinity"
-            raise ValueError(f"Input y contains {what}: row {row} has no class; leave such rows out")
         if labels.dtype.kind not in "iubUS" or labels.ndim != 1:
             check_classification_targets(labels)  # slow, and clear for whole numbers and text
         if labels.ndim != 1:
@@ -241,16 +177,16 @@ class StreamingClassifier(ClassifierMixin, StreamingEstimator):  # type: ignore[
         """Undo having learned these rows, exactly; refuses rows that cannot have been learned."""
         check_is_fitted(self)
         frame, labels = self._given(X, y)
-        wider = _extended(self._order, labels)
+        wider = extended(self._order, labels)
         if len(wider) > len(self._order):
             raise ValueError(f"class {wider.tolist()[-1]!r} was never learned: remove only rows that were")
-        self.learner_.remove(frame, _one_hot(labels, self._order))
+        self.learner_.remove(frame, one_hot(labels, self._order))
         return self
 
     _also = ("_order", "_declared", "classes_")
 
     def _merge(self, learner: Learner, other: Any) -> None:
-        order = _extended(self._order, other._order) if hasattr(self, "_order") else other._order
+        order = extended(self._order, other._order) if hasattr(self, "_order") else other._order
         places = [order.tolist().index(label) for label in other._order.tolist()]
         its = other.learner_.arranged(places, len(order))
         if learner.seen or learner.frozen:
@@ -265,36 +201,3 @@ class StreamingClassifier(ClassifierMixin, StreamingEstimator):  # type: ignore[
     def _restore(self, about: dict[str, Any]) -> None:
         self._order = np.array(about["order"], dtype=about["dtype"])
         self._declared, self.classes_ = bool(about["declared"]), np.sort(self._order)
-
-
-def _targets(y: Any, rows: int) -> NDArray[Any]:
-    """Targets as an array, one entry or row for each row of the table."""
-    if y is None:
-        raise ValueError("requires y to be passed, but the target y is None: give one target a row")
-    if hasattr(y, "to_numpy"):
-        y = y.to_numpy()
-    targets = np.asarray(y)
-    if targets.ndim not in (1, 2):
-        raise ValueError(f"y has shape {targets.shape}: (rows,) or (rows, targets) is needed")
-    if len(targets) != rows:
-        raise ValueError(f"X has {rows} rows, but y has {len(targets)}: inconsistent numbers of samples")
-    return targets
-
-
-def _extended(order: NDArray[Any], labels: NDArray[Any]) -> NDArray[Any]:
-    """Known classes, then those among the labels that are new."""
-    if len(order) and (order.dtype.kind in "US") != (labels.dtype.kind in "US"):
-        raise ValueError(
-            f"classes were {order.tolist()[:3]} before, and now {labels.tolist()[:3]}: text and numbers do "
-            "not mix; convert them to what they were"
-        )
-    known = set(order.tolist())
-    new = [label for label in np.unique(labels).tolist() if label not in known]
-    return np.concatenate([order, np.array(new, labels.dtype)]) if new else order
-
-
-def _one_hot(labels: NDArray[Any], order: NDArray[Any]) -> NDArray[np.float64]:
-    place = {label: i for i, label in enumerate(order.tolist())}
-    made = np.zeros((len(labels), len(order)))
-    made[np.arange(len(labels)), [place[label] for label in labels.tolist()]] = 1.0
-    return made

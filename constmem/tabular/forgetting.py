@@ -26,7 +26,7 @@ JUDGED = 256  # rows predicted, then folded, where horizons compete
 TRUST = 0.8  # in the law of residuals; the rest stays with heavy tails around the mean
 WORST = 8.0  # nats a row: one surprise does not decide
 
-Likelihood = Callable[[Answer, Tensor], Tensor]
+Likelihood = Callable[[Answer, NDArray[np.float64]], NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class Memory:
 
     def _judge(self, x: Tensor, y: Tensor) -> None:
         """Score every horizon by what it would have said of rows that are about to be learned."""
-        said = np.stack([self._likelihood(answer, y).numpy() for answer in self.answers(x)])
+        said = np.stack([self._likelihood(answer, y.numpy()) for answer in self.answers(x)])
         said = np.maximum(said - said.max(0), -WORST)
         age = np.arange(len(x) - 1, -1, -1)
         self.scores = self.scores * 0.5 ** (len(x) / LATELY) + said @ 0.5 ** (age / LATELY)

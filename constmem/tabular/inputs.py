@@ -1,4 +1,4 @@
-"""Whatever holds a table (arrays, lists, dictionaries of columns, pandas, polars) as a `Frame`."""
+"""Whatever holds a table (arrays, lists, dictionaries, pandas, polars) as a `Frame`; targets as arrays."""
 
 import math
 import numbers
@@ -196,3 +196,71 @@ def _moment(value: Any) -> Any:
     if isinstance(value, datetime) and value.tzinfo is not None:
         value = value.astimezone(UTC).replace(tzinfo=None)
     return np.datetime64(value, "us")
+
+
+def targets_of(y: Any, rows: int) -> NDArray[Any]:
+    """Targets as an array, one entry or row for each row of the table."""
+    if y is None:
+        raise ValueError("requires y to be passed, but the target y is None: give one target a row")
+    targets = np.asarray(y.to_numpy() if hasattr(y, "to_numpy") else y)
+    if targets.ndim not in (1, 2):
+        raise ValueError(f"y has shape {targets.shape}: (rows,) or (rows, targets) is needed")
+    if len(targets) != rows:
+        raise ValueError(f"X has {rows} rows, but y has {len(targets)}: inconsistent numbers of samples")
+    if targets.dtype.kind == "c":
+        raise ValueError("Complex data not supported: y holds complex numbers")
+    return targets
+
+
+def numbers_of(y: Any, rows: int) -> tuple[NDArray[np.float64], bool]:
+    """Finite numbers to predict, (rows, targets), and whether they came as (rows,)."""
+    given = targets_of(y, rows)
+    try:
+        targets = np.asarray(given, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"y must hold numbers ({error}): for classes use StreamingClassifier") from error
+    bad = ~np.isfinite(targets)
+    if bad.any():
+        where = tuple(int(i) for i in np.argwhere(bad)[0])
+        what = "NaN" if np.isnan(targets[where]) else "infinity"
+        raise ValueError(
+            f"Input y contains {what}: row {where[0]} is {targets[where]}, in {int(bad.sum())} of "
+            f"{bad.size} places; leave rows without a target out"
+        )
+    return targets.reshape(rows, -1), targets.ndim == 1
+
+
+def labels_of(y: Any, rows: int) -> NDArray[Any]:
+    """Classes to predict, as they are; refuses rows that have none, and bytes."""
+    labels = targets_of(y, rows)
+    if labels.dtype.kind == "S":
+        raise TypeError("y holds bytes, not text: decode them, as in np.char.decode(y)")
+    if labels.dtype.kind == "O":
+        absent = [row for row, v in enumerate(labels.ravel()) if v is None or v != v]
+        if absent:
+            raise ValueError(f"Input y contains NaN: row {absent[0]} has no class; leave such rows out")
+        if all(isinstance(v, str) for v in labels.ravel()):
+            labels = labels.astype(str)
+    elif labels.dtype.kind == "f" and not np.isfinite(labels).all():
+        row = int(np.flatnonzero(~np.isfinite(labels))[0])
+        what = "NaN" if np.isnan(labels.ravel()[row]) else "infinity"
+        raise ValueError(f"Input y contains {what}: row {row} has no class; leave such rows out")
+    return labels
+
+
+def extended(order: NDArray[Any], labels: NDArray[Any]) -> NDArray[Any]:
+    """Known classes, then those among the labels that are new."""
+    if len(order) and (order.dtype.kind in "US") != (labels.dtype.kind in "US"):
+        raise ValueError(
+            f"classes were {order.tolist()[:3]} before, and now {labels.tolist()[:3]}: text and numbers do "
+            "not mix; convert them to what they were"
+        )
+    known = set(order.tolist())
+    new = [label for label in np.unique(labels).tolist() if label not in known]
+    return np.concatenate([order, np.array(new, labels.dtype)]) if new else order
+
+
+def one_hot(labels: NDArray[Any], order: NDArray[Any]) -> NDArray[np.float64]:
+    """Indicators of classes, (rows, classes)."""
+    place = {label: i for i, label in enumerate(order.tolist())}
+    return np.eye(len(place))[[place[label] for label in labels.tolist()]]

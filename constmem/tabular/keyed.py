@@ -15,10 +15,8 @@ from constmem.core.moments import Moments
 from constmem.core.monoid import NOTHING, Monoid
 from constmem.streams import Table
 from constmem.tabular.answers import Answer, probabilities
-from constmem.tabular.estimators import _extended as extended
-from constmem.tabular.estimators import _one_hot as one_hot
 from constmem.tabular.forgetting import Forgetting
-from constmem.tabular.inputs import frame_of
+from constmem.tabular.inputs import extended, frame_of, one_hot
 from constmem.tabular.trace import Trace
 
 NUMBERS = 2**22  # of Gram matrices made at once
@@ -168,12 +166,11 @@ class EstimatorStreams(Table):
     def _parameters(self, answer: Answer) -> tuple[Tensor, ...]:
         """Of the distribution, in the units of the targets; classes in the order of `classes_`."""
         if self.learner.discrete:
-            order = torch.from_numpy(np.argsort(self.estimator._order))
-            return (probabilities(answer.mean, answer.variance)[:, order],)
-        center, scale = (torch.from_numpy(t) for t in (self.learner.center, self.learner.scale))
-        found = answer.restored(center, scale).heavier()
+            chances = probabilities(answer.mean, answer.variance)
+            return (torch.from_numpy(chances[:, np.argsort(self.estimator._order)]),)
+        found = answer.restored(self.learner.center, self.learner.scale).heavier()
         shape = slice(None) if not self.estimator._flat else 0
-        mean, spread = found.mean[:, shape], found.variance.clamp(min=1e-300).sqrt()[:, shape]
+        mean, spread = (torch.from_numpy(t[:, shape]) for t in (found.mean, found.scale))
         return torch.full_like(mean, found.freedom), mean, spread
 
     def _encoded(self, frame: Any) -> Tensor:

@@ -176,8 +176,7 @@ class Learner:
             memory.all_answers(torch.from_numpy(self.columns(frame.rows(start, start + ROWS))))
             for start in range(0, len(frame), ROWS)
         ]
-        center, scale = (torch.from_numpy(np.asarray(t)) for t in (self.center, self.scale))
-        made = [joined(pieces).restored(center, scale) for pieces in zip(*parts, strict=True)]
+        made = [joined(pieces).restored(self.center, self.scale) for pieces in zip(*parts, strict=True)]
         heavy = [a if self.discrete or isinstance(a, Shape) else a.heavier() for a in made]
         return heavy, memory.all_weights
 

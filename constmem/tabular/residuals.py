@@ -13,11 +13,11 @@ from constmem.core.state import AttentionState
 from constmem.data.prior import FOLDS, SHOWN, context_inputs, residual_of, target_inputs
 from constmem.neural_processes import CMANP
 from constmem.tabular.answers import Answer, Shape
+from constmem.tabular.columns import fold_of
 from constmem.tabular.evidence import at, posterior
 from constmem.tabular.features import Features
 
 WEIGHTS = "tables"  # that come with the package
-ODD = -7046029254386353131  # of a hash: 64 bits, half of them set
 
 
 @cache
@@ -49,7 +49,7 @@ class Residuals:
     @staticmethod
     def freeze(features: Features, x: Float[Tensor, "n d"], y: Float[Tensor, "n k"]) -> "Residuals":
         """Weights for each fold of the warm-up, and no rows seen."""
-        phi, fold = features(x), fold_of(x)
+        phi, fold = features(x), _folds(x)
         parts = [Moments.observe(phi[fold == i], y[fold == i]) for i in range(FOLDS)]
         found = posterior(reduce(Moments.merge, parts), features.groups)
         weights = []
@@ -131,7 +131,7 @@ class Residuals:
         return every.view(FOLDS, -1, len(phi))[fold, :, torch.arange(len(phi))]
 
     def _observed(self, features: Features, x: Tensor, phi: Tensor, y: Tensor) -> AttentionState:
-        before = self._before(phi, fold_of(x))
+        before = self._before(phi, _folds(x))
         shown = self._shown(features, x)
         sigma = self.sigma[:, None]
         inputs = context_inputs(before.mT, y.mT, shown.expand(len(sigma), -1, -1), sigma)
@@ -147,27 +147,19 @@ class Residuals:
 
     def shape(self, features: Features, x: Float[Tensor, "n d"], answer: Answer) -> Shape:
         """The law of rows' targets around what the closed form answers."""
-        deviation = answer.variance.clamp(min=1e-300).sqrt()
+        mean, deviation = torch.from_numpy(answer.mean), torch.from_numpy(answer.scale)
         shown, sigma = self._shown(features, x), self.sigma[:, None]
         rows = self.state.count.double()[:, None]
         wide = shown.expand(len(sigma), -1, -1)
-        inputs = target_inputs(answer.mean.mT, deviation.mT, wide, sigma, rows)
+        inputs = target_inputs(mean.mT, deviation.mT, wide, sigma, rows)
         with torch.no_grad():
             law = shipped().query(self.state, inputs.float())
         normals, log_weight = law.components, law.log_weight  # type: ignore[attr-defined]
         means, stds = (t[..., 0].double().transpose(0, 1) for t in (normals.mean, normals.stddev))
         scale = deviation[..., None]
-        return Shape(
-            answer.mean, answer.mean[..., None] + scale * means, scale * stds,
-            log_weight.double().transpose(0, 1),
-        )  # fmt: skip
+        parts = mean[..., None] + scale * means, scale * stds, log_weight.double().transpose(0, 1)
+        return Shape(answer.mean, *(t.numpy() for t in parts))
 
 
-def fold_of(x: Float[Tensor, "n d"]) -> Int[Tensor, " n"]:
-    """Which fold a row belongs to: by a hash of its numbers, so always the same."""
-    bits = (x.double() + 0.0).contiguous().view(torch.int64)  # + 0.0: there are two zeros
-    odd = torch.arange(1, 2 * x.shape[1], 2) * ODD
-    mixed = (bits ^ (bits >> 29)) * odd
-    total = mixed.sum(1)
-    total = (total ^ (total >> 32)) * ODD
-    return (total >> 40) & (FOLDS - 1)
+def _folds(x: Float[Tensor, "n d"]) -> Int[Tensor, " n"]:
+    return torch.from_numpy(fold_of(x.double().numpy(), FOLDS))

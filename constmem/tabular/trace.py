@@ -147,7 +147,8 @@ class Trace:
             exact = whitened.dtype == torch.float64
             mean = mean + shift if exact else phi.double() @ self.weights(recent, y)
         self._asked = (phi, whitened) if len(phi) <= RECENT else None
-        return Answer(mean, noise * (1 + leverage).clamp(min=LEAST)[:, None], freedom)
+        variance = noise * (1 + leverage).clamp(min=LEAST)[:, None]
+        return Answer(mean.numpy(), variance.numpy(), freedom)
 
     def weights(self, recent: Float[Tensor, "r p"], y: Float[Tensor, "r k"]) -> Float[Tensor, "p k"]:
         """The weights whose products with features are the means of answers."""

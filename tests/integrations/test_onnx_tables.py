@@ -7,13 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy.special import stdtr, stdtrit
 
 from constmem import StreamingClassifier, StreamingRegressor
 from constmem.cli import app
 from constmem.integrations.onnx import export
-from constmem.integrations.onnx_evidence import Student
-from constmem.tabular.answers import TAILS
 
 pytestmark = [pytest.mark.slow, pytest.mark.compiles]  # `make slow-test`
 pytest.importorskip("onnx")
@@ -189,14 +186,3 @@ def test_estimators_that_cannot_be_exported_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="without half"):
         export(StreamingRegressor(size=200).fit(x, y), tmp_path, half=True)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("freedom", [1.5, 3.0, 7.9, 8.0, 900.0])
-def test_student_s_t_is_scipy_s(freedom: float) -> None:
-    law = Student(np.zeros((1, 1)), np.ones((1, 1)), freedom, {"TAILS": TAILS})
-    y = np.linspace(-40, 40, 401)[:, None]
-    np.testing.assert_allclose(law.cdf(y), stdtr(law.freedom, y / law.scale), rtol=1e-9, atol=1e-14)
-    for level in (0.001, 0.3, 0.5, 0.95):
-        np.testing.assert_allclose(
-            law.bounds(level)[0] / law.scale, [[stdtrit(law.freedom, level)]], rtol=1e-9, atol=1e-12
-        )

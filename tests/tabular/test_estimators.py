@@ -151,8 +151,8 @@ def test_intervals_and_quantiles_hold_what_they_say() -> None:
     assert made.shape == (1000, 5)
     assert (np.diff(made, axis=1) > 0).all()
     (answer,), _ = estimator.learner_.answers(_frame(x[2000:2005]))
-    scale = np.sqrt(answer.variance.numpy())
-    t = stats.t(answer.freedom, answer.mean.numpy(), scale)
+    scale = np.sqrt(answer.variance)
+    t = stats.t(answer.freedom, answer.mean, scale)
     np.testing.assert_allclose(made[:5], t.ppf(levels), rtol=1e-9)
     mean, deviation = estimator.predict(x[2000:2005], return_std=True)
     np.testing.assert_allclose(deviation[:, None], t.std(), rtol=1e-9)
@@ -170,7 +170,7 @@ def test_quantiles_of_mixed_horizons_are_those_of_the_mixture() -> None:
     np.testing.assert_allclose(estimator.predict(x), estimator.predict(x, return_std=True)[0], rtol=1e-9)
     made = estimator.predict_quantiles(x[:7], [0.1, 0.8])
     for i, level in enumerate((0.1, 0.8)):
-        parts = [stats.t(a.freedom, a.mean[:, 0], a.variance[:, 0].sqrt()).cdf(made[:, i]) for a in answers]
+        parts = [stats.t(a.freedom, a.mean[:, 0], np.sqrt(a.variance[:, 0])).cdf(made[:, i]) for a in answers]
         np.testing.assert_allclose(weights @ np.stack(parts), level, atol=1e-9)
 
 

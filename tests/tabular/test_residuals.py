@@ -11,7 +11,7 @@ from scipy import integrate, stats
 from constmem import StreamingRegressor
 from constmem.tabular.answers import Shape, mixed_log_density, mixed_quantiles
 from constmem.tabular.inputs import frame_of
-from constmem.tabular.residuals import fold_of, shipped
+from constmem.tabular.residuals import _folds, shipped
 
 
 def rounded(rows: int = 600, seed: int = 0) -> tuple[Any, Any]:
@@ -132,12 +132,12 @@ def test_several_targets_have_a_law_each() -> None:
 
 def test_folds_are_even_and_belong_to_the_row_alone() -> None:
     x = torch.randn(4000, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    fold = fold_of(x)
-    assert torch.equal(fold_of(x[100:110]), fold[100:110])
+    fold = _folds(x)
+    assert torch.equal(_folds(x[100:110]), fold[100:110])
     assert all(900 < int((fold == i).sum()) < 1100 for i in range(4))
     steps = torch.arange(400, dtype=torch.float64)[:, None]
-    assert all(60 < int((fold_of(steps) == i).sum()) < 140 for i in range(4))
-    assert int(fold_of(torch.tensor([[0.0]]))) == int(fold_of(torch.tensor([[-0.0]])))
+    assert all(60 < int((_folds(steps) == i).sum()) < 140 for i in range(4))
+    assert int(_folds(torch.tensor([[0.0]]))) == int(_folds(torch.tensor([[-0.0]])))
 
 
 def test_a_residual_does_not_know_its_own_target(fitted: StreamingRegressor) -> None:
@@ -145,7 +145,7 @@ def test_a_residual_does_not_know_its_own_target(fitted: StreamingRegressor) -> 
     learner, memory = fitted.learner_, fitted.learner_.memory
     inside, said = (learner._inside(t[:, None]) for t in (y, fitted.predict(x)))
     encoded = torch.from_numpy(learner.columns(frame_of(x)))
-    left = inside - memory.residuals._before(memory.features(encoded), fold_of(encoded))
+    left = inside - memory.residuals._before(memory.features(encoded), _folds(encoded))
     seen = inside - said
     assert float(left.square().mean()) > 1.05 * float(seen.square().mean())
     assert float(left.square().mean().sqrt()) == pytest.approx(float(memory.residuals.sigma), rel=1e-6)
@@ -158,14 +158,13 @@ def test_what_forgets_keeps_the_closed_forms_law(forget: Any) -> None:
 
 
 def test_a_shape_agrees_with_sums_by_hand() -> None:
-    one = Shape(*(torch.tensor(t, dtype=torch.float64) for t in (
-        [[0.0]], [[[-1.0, 2.0]]], [[[0.5, 0.1]]], [[[np.log(0.25), np.log(0.75)]]]
-    )))  # fmt: skip
+    normals = [[[-1.0, 2.0]]], [[[0.5, 0.1]]], [[[np.log(0.25), np.log(0.75)]]]
+    one = Shape(np.zeros((1, 1)), *(np.array(t) for t in normals))
     y = np.array([[1.9]])
     normal = lambda m, s: np.exp(-0.5 * ((1.9 - m) / s) ** 2) / s / (2 * np.pi) ** 0.5  # noqa: E731
     by_hand = np.log(0.25 * normal(-1.0, 0.5) + 0.75 * normal(2.0, 0.1))
     assert mixed_log_density([one], np.ones(1), y)[0] == pytest.approx(by_hand)
-    assert float(one.moment) == pytest.approx(0.25 * (0.25 + 1) + 0.75 * (0.01 + 4))
+    assert one.moment[0, 0] == pytest.approx(0.25 * (0.25 + 1) + 0.75 * (0.01 + 4))
     (quantile,) = mixed_quantiles([one, one], np.array([0.5, 0.5]), [0.5])
     assert one.cdf(quantile)[0, 0] == pytest.approx(0.5)
 
