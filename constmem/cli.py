@@ -8,19 +8,14 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from constmem import __version__
+from constmem import __version__, commands
 from constmem.core.registry import EVENTS, POINTS, with_variants
 from constmem.data import catalogue
-from constmem.integrations import command_line as exporting
-from constmem.serve import command_line as serving
-from constmem.tabular import command_line
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 data_app = typer.Typer(help="Data sets: what is there, and how to prepare what is not.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
-command_line.register(app)
-serving.register(app)
-exporting.register(app)
+commands.register(app)
 
 
 def _print_version(asked: bool) -> None:
