@@ -1,46 +1,48 @@
 """Models as ONNX graphs, for any number of streams and points, and a runner without PyTorch beside them."""
 
-import contextlib
 import copy
 import hashlib
-import io
 import json
-import logging
 import os
 import re
-import tempfile
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from sklearn.utils.validation import check_is_fitted
-from torch import nn
+from torch import Tensor
+from torch.export import Dim
 
+from constmem.core.algebra import EMPTY
 from constmem.core.files import write_bytes, write_text
-from constmem.core.registry import EVENTS
-from constmem.integrations.onnx_tables import of_table
-from constmem.integrations.onnx_verbs import of_events, of_points
-from constmem.neural_processes import CMANP, NeuralProcess
-from constmem.point_processes import CMHP, PointProcess
+from constmem.core.moments import Moments
+from constmem.integrations import onnx_verbs as verbs
+from constmem.neural_processes import CMANP
+from constmem.neural_processes.regression import Posterior
+from constmem.point_processes import CMHP
+from constmem.streams.sources import load_model
 from constmem.tabular.base import StreamingEstimator
 from constmem.tabular.commands import load_estimator
-from constmem.tabular.forgetting import Forgetting
+from constmem.tabular.forgetting import TRUST, Forgetting
+from constmem.tabular.learner import Learner
+from constmem.tabular.residuals import shipped
 
 FORMAT, VERSION = "constmem.onnx", 2
 RUNNER = Path(__file__).with_name("onnx_runner.py")
 PARTS = (
     "integrations/onnx_table_runner",
     "integrations/onnx_runner",
-    "integrations/onnx_evidence",
     "tabular/answers",
     "tabular/columns",
     "tabular/frames",
     "tabular/inputs",
+    "tabular/precisions",
 )  # of the runner of tables
 Model = CMANP | CMHP | StreamingEstimator
 FEW = 64  # numbers that are not worth halving
+# A verb, examples of its arguments, their axes of any length, and the names of what goes in and out.
+Work = tuple[verbs.Verb, tuple[Any, ...], tuple[Any, ...], list[str], list[str]]
+Works = tuple[dict[str, Work], dict[str, Any]]  # by name; and what a runner must know
 
 
 def export(model: Model, folder: str | os.PathLike[str], *, half: bool = False) -> Path:
@@ -66,7 +68,7 @@ def export(model: Model, folder: str | os.PathLike[str], *, half: bool = False) 
         for name, tensor in model.state_dict().items():
             if tensor.dtype == torch.float32 and not name.startswith(("scales.", "regression.")):
                 tensor.copy_(tensor.half())
-    work, about = of_points(model) if isinstance(model, CMANP) else of_events(model)
+    work, about = _of_points(model) if isinstance(model, CMANP) else _of_events(model)
     about |= {"model": model.name, "config": model.config, "fingerprint": model.fingerprint()}
     _write(out, work, about, half=half)
     write_bytes(out / "constmem_runner.py", RUNNER.read_bytes())
@@ -77,7 +79,7 @@ def _export_table(model: StreamingEstimator, out: Path, *, half: bool) -> Path:
     """Graphs of an estimator, what it has learned, and a runner, some of whose files are the library's."""
     if half:
         raise ValueError("an estimator's own numbers are float64, and stay so: export it without half")
-    work, about = of_table(model.learner_)
+    work, about = _of_table(model.learner_)
     _write(out, work, about | {"model": type(model).__name__}, half=False)
     model.save(out / "learned.safetensors")
     for part in PARTS:
@@ -89,8 +91,8 @@ def _export_table(model: StreamingEstimator, out: Path, *, half: bool) -> Path:
     return out
 
 
-def _write(out: Path, work: dict[str, Any], about: dict[str, Any], *, half: bool) -> None:
-    graphs = {name: _graph(*parts, half=half) for name, parts in work.items()}
+def _write(out: Path, work: dict[str, Work], about: dict[str, Any], *, half: bool) -> None:
+    graphs = {name: _content(verbs.graph(*parts), half=half) for name, parts in work.items()}
     for name, content in graphs.items():
         write_bytes(out / f"{name}.onnx", content)
     sums = {name: hashlib.sha256(content).hexdigest() for name, content in graphs.items()}
@@ -100,12 +102,8 @@ def _write(out: Path, work: dict[str, Any], about: dict[str, Any], *, half: bool
 
 def export_named(source: str, folder: Path, *, half: bool) -> Path:
     """`export` of a folder or a name that `from_pretrained` takes, or of a file that an estimator saved."""
-    if Path(source).is_file():
-        return export(load_estimator(Path(source)), folder, half=half)
-    path = Path(source) / "config.json"
-    named = json.loads(path.read_text(encoding="utf-8")).get("model", "") if path.is_file() else ""
-    kind: Any = PointProcess if named in EVENTS else NeuralProcess
-    return export(kind.from_pretrained(source), folder, half=half)
+    found: Any = load_estimator(Path(source)) if Path(source).is_file() else load_model(source)
+    return export(found, folder, half=half)
 
 
 def _require(model: Any) -> None:
@@ -128,27 +126,129 @@ def _require(model: Any) -> None:
         raise ImportError(f"exporting needs more packages ({error}): pip install 'constmem[onnx]'") from error
 
 
-def _graph(
-    verb: nn.Module, given: tuple[Any, ...], axes: tuple[Any, ...], inputs: list[str], outputs: list[str],
-    *, half: bool,
-) -> bytes:  # fmt: skip
-    """A verb as the bytes of an ONNX file."""
+def _of_points(model: CMANP) -> Works:
+    """Every verb of a model of points."""
+    model = verbs.exportable(model)
+    b, n, m = Dim("batch"), Dim("points"), Dim("targets")
+    x, y, xt = (torch.zeros(3, k, dim, dtype=torch.float64) for k, dim in (
+        (5, model.dim_x), (5, model.dim_y), (7, model.dim_x)
+    ))  # fmt: skip
+    with torch.no_grad():
+        empty = model.empty(3)
+        memory = model.read(empty)
+    names, state, out = _held(blank := empty.tensors())
+    memory = list(memory) if model.regression else [memory]
+    held: list[Any] = [{0: b} for _ in state]
+    points, given = ({0: b, 1: n},) * 2, ["latents", *Posterior._fields][: len(memory)]
+    target = [{0: b} for _ in memory], {0: b, 1: m}
+    work: dict[str, Work] = {
+        "observe": (verbs.Observe(model), (x, y), points, ["x", "y"], names),
+        "update": (verbs.Update(model), (state, x, y), (held, *points), [*names, "x", "y"], out),
+        "merge": _merging(model, blank, held),
+        "read": (verbs.Read(model), (state[0],), ({0: b},), names[:1], given),
+        "predict": (verbs.Predict(model), (memory, xt), target, [*given, "xt"], ["mean", "std"]),
+    }
+    if model.regression is not None:
+        gram, matrix = state[2], model.regression.matrix(state[2]).detach()
+        solved, asked = [matrix, matrix.clone(), matrix[..., 0, 0].clone()], ["matrix", "inverse", "log_det"]
+        work["matrix"] = (verbs.Matrix(model), (gram,), ({0: b},), names[2:3], ["matrix"])
+        read = [name for name in names if name not in ("slots.lse", "count")]
+        own = ([blank[name].clone() for name in read], *solved), (held[2:], *({0: b} for _ in solved))
+        work["read"] = (verbs.ReadMoments(model), *own, [*read, *asked], given)
+    return work, _about("points", empty) | {"dim_x": model.dim_x, "dim_y": model.dim_y}
+
+
+def _of_events(model: CMHP) -> Works:
+    """Every verb of a model of events."""
+    model = verbs.exportable(model)
+    b, n = Dim("batch"), Dim("events")
+    empty = model.empty(torch.zeros(3, dtype=torch.float64))
+    names, state, out = _held(empty.tensors())
+    held, chunk = [{0: b} for _ in state], {0: b, 1: n}
+    times, marks = torch.ones(3, 5, dtype=torch.float64).cumsum(1), torch.zeros(3, 5, dtype=torch.int64)
+    features, gap = torch.zeros(3, model.config["dim"]), torch.ones(3, dtype=torch.float64)
+    update, predict = verbs.UpdateEvents(model, names), verbs.PredictEvents(model, names)
+    predicted = ["features", "log_weights", "loc", "scale"]
+    return {
+        "update": (update, (state, times, marks), (held, chunk, chunk), [*names, "times", "marks"], out),
+        "predict": (predict, (state,), (held,), names, predicted),
+        "marks": (verbs.Marks(model), (features, gap), ({0: b}, {0: b}), ["features", "gap"], ["log_prob"]),
+    }, _about("events", empty) | {"num_marks": model.num_marks}
+
+
+def _of_table(learner: Learner) -> Works:
+    """Every verb of a tables' learner."""
+    memory, columns = learner.memory, learner.columns
+    assert memory is not None
+    assert columns is not None
+    p, count = memory.features.width, max(memory.targets, 3) if learner.discrete else memory.targets
+    n, k = Dim("rows"), Dim("classes", min=1) if learner.discrete else None
+    moments, model = Moments.empty(p, count), None
+    state = {name: getattr(moments, name) for name in Moments.NAMES}
+    axes: list[Any] = [None, {1: k}, {0: k}, None]
+    more: dict[str, Tensor] = {}
+    answers, work = ["mean", "variance"], {}
+    if memory.residuals is not None:
+        model = verbs.exportable(shipped())
+        slots = model.empty(count)
+        state = {f"residuals.{name}": t for name, t in slots.tensors().items()} | state
+        axes, answers = [None] * 3 + axes, [*answers, "means", "stds", "log_weight"]
+        with torch.no_grad():
+            more = {"latents": model.read(slots), "residuals.count": slots.count + 1}
+        work["read"] = (verbs.Read(model), (slots.value,), (None,), ["residuals.value"], ["latents"])
+    names, held, out = _held(state)
+    rows, asked = ({0: n}, {0: n}, {0: n, 1: k}), ["x", "fold", "y"]
+    x, fold, y = torch.zeros(5, columns.width).double(), torch.zeros(5).long(), torch.zeros(5, count).double()
+    read = {
+        "weights": torch.zeros(p, count), "root": torch.eye(p), "noise": torch.ones(count),
+        "missed": torch.zeros(()), "usual": torch.zeros(()),
+    }  # fmt: skip
+    given = x, *(t.double() for t in read.values()), list(more.values())
+    given_axes = {0: n}, {1: k}, None, {0: k}, None, None, [None] * len(more)
+    observe, update, predict = (
+        kind(learner, model) for kind in (verbs.ObserveTable, verbs.UpdateTable, verbs.PredictTable)
+    )
+    groups = {name: [group.start, group.stop] for name, group in memory.features.groups.items()}
+    return work | {
+        "observe": (observe, (x, fold, y), rows, asked, names),
+        "update": (update, (held, x, fold, y), (axes, *rows), [*names, *asked], out),
+        "merge": _merging(model, state, axes),
+        "predict": (predict, given, given_axes, ["x", *read, *more], answers),
+    }, {
+        "kind": "tables", "groups": groups, "discrete": learner.discrete, "names": names,
+        "constants": {"TRUST": TRUST, "EMPTY": EMPTY},
+    }  # fmt: skip
+
+
+def _held(tensors: dict[str, Tensor]) -> tuple[list[str], list[Tensor], list[str]]:
+    """Names of a state's parts, copies of them, and the names of what they become."""
+    return list(tensors), [t.clone() for t in tensors.values()], [f"{name}_out" for name in tensors]
+
+
+def _merging(model: Any, tensors: dict[str, Tensor], axes: list[Any]) -> Work:
+    (names, mine, out), (_, theirs, _) = _held(tensors), _held(tensors)
+    given = [*names, *(f"other_{name}" for name in names)]
+    return verbs.Merge(model), (mine, theirs), (axes, axes), given, out
+
+
+def _about(kind: str, empty: Any) -> dict[str, Any]:
+    """What a runner must know of states, and make an empty one of."""
+    blank = {
+        name: {
+            "shape": list(t.shape[1:]), "fill": t.flatten()[0].item(),
+            "dtype": "F64" if t.is_floating_point() else "I64",
+        }
+        for name, t in empty.tensors().items()
+    }  # fmt: skip
+    return {"kind": kind, "state": empty.KIND, "blank": blank}
+
+
+def _content(made: Any, *, half: bool) -> bytes:
+    """The bytes of a graph's file."""
     import onnx
 
-    with tempfile.TemporaryDirectory() as folder, torch.no_grad(), _quiet():
-        path = str(Path(folder) / "graph.onnx")
-        torch.onnx.export(
-            verb.eval(), given, path, dynamic_shapes=axes, input_names=inputs, output_names=outputs,
-            dynamo=True, external_data=False, verbose=False,
-        )  # fmt: skip
-        made = onnx.load(path)
     if half:
         _halve(made)
-    del made.metadata_props[:]
-    made.doc_string = ""
-    for node in made.graph.node:
-        del node.metadata_props[:]  # where each line of this package was when it was exported
-        node.doc_string = ""
     onnx.checker.check_model(made)
     content: bytes = made.SerializeToString(deterministic=True)
     return content
@@ -174,19 +274,3 @@ def _halve(made: Any) -> None:
     nodes = [*casts, *made.graph.node]
     del made.graph.node[:]
     made.graph.node.extend(nodes)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the exporter's notes to its own developers."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)

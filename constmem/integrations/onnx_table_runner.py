@@ -12,12 +12,10 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from constmem.integrations import onnx_evidence as evidence
-from constmem.integrations.onnx_evidence import Known
 from constmem.integrations.onnx_runner import CHUNK, Array, Exported, read, write
 from constmem.tabular.answers import (
     Answer,
@@ -30,10 +28,20 @@ from constmem.tabular.answers import (
 )  # fmt: skip
 from constmem.tabular.columns import Columns, fold_of
 from constmem.tabular.inputs import extended, frame_of, labels_of, numbers_of, one_hot
+from constmem.tabular.precisions import Fit, Sums, missed, search, unexplained
 
 STATE = "constmem.tabular"
 RECENT = 128  # rows that wait in the library, which searches precisions less often for them
 PIECE = 4096  # rows that the library takes at once
+
+
+class Known(NamedTuple):
+    """What a search of precisions has found: noise and freedom, and what the rows seen until then left."""
+
+    noise: Array
+    freedom: float
+    left: Array
+    rows: float
 
 
 class TableRunner(Exported, Numbers):
@@ -50,8 +58,7 @@ class TableRunner(Exported, Numbers):
 
     def __init__(self, folder: str | os.PathLike[str], *, threads: int = 1) -> None:
         super().__init__(folder, threads)
-        self.constants: dict[str, Any] = self.about["constants"]
-        self._trust = self.constants["TRUST"]
+        self._trust, self._empty = (float(self.about["constants"][name]) for name in ("TRUST", "EMPTY"))
         self.groups = {name: slice(*ends) for name, ends in self.about["groups"].items()}
         self._frozen: dict[str, Any] | None = None
         self._rows: list[tuple[Array, Array]] = []  # that wait to be summed
@@ -64,13 +71,13 @@ class TableRunner(Exported, Numbers):
         others = ("memory.", "residuals.state.", *(("center", "scale") if self.about["discrete"] else ()))
         frozen: dict[str, Any] = {name: t for name, t in tensors.items() if not name.startswith(others)}
         frozen["columns"] = header["columns"]
-        if self._frozen is not None and not evidence.same(self._frozen, frozen):
+        if self._frozen is not None and not _same(self._frozen, frozen):
             raise ValueError(f"{path} has frozen other columns or features than what was exported: export it")
         self._frozen, self.header, self._rows = frozen, header, []
         self._folds = len(frozen.get("residuals.weights", "1"))
         self.columns = Columns.of(header["columns"])
         memory = {n.removeprefix("memory.0."): t for n, t in tensors.items() if n.startswith("memory.0.")}
-        gram = evidence.symmetric(memory["gram"], len(memory["cross"]))
+        gram = _symmetric(memory["gram"], len(memory["cross"]))
         state = {"gram": gram} | {n: memory[n] for n in ("cross", "square", "count")}
         start = "residuals.state."
         state |= {"residuals." + n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
@@ -80,7 +87,7 @@ class TableRunner(Exported, Numbers):
         self._searched, since = memory["searched"].tolist()
         self._since, self._known = int(since), None
         if "noise" in memory and self._precisions is not None:
-            left = self._solved(self._precisions)[2]
+            left = self._solved().left
             self._known = Known(memory["noise"], float(memory["freedom"]), left, float(self.state["count"]))
         self._folded()
         own, self._flat = header["about"], bool(header["about"].get("flat", True))
@@ -113,7 +120,7 @@ class TableRunner(Exported, Numbers):
         made.__dict__ |= self.__dict__
         blank = {name: np.zeros_like(array) for name, array in self.state.items()}
         if "residuals.lse" in blank:
-            blank["residuals.lse"] = np.full_like(blank["residuals.lse"], self.constants["EMPTY"])
+            blank["residuals.lse"] = np.full_like(blank["residuals.lse"], self._empty)
         made._rows, made.state, made.seen, made._waiting, made._asked = [], blank, 0, 0, False
         made._precisions, made._known, made._searched, made._since = None, None, 0.0, 0
         made._folded()
@@ -169,7 +176,9 @@ class TableRunner(Exported, Numbers):
         """Take the rows that wait into the sums: many at once cost little more than one."""
         rows, self._rows = self._rows, []
         if rows:
-            x, y = evidence.together(rows, self.state["cross"].shape[1])
+            targets = self.state["cross"].shape[1]  # those that came up later were zero
+            y = np.concatenate([np.pad(y, ((0, 0), (0, targets - y.shape[1]))) for _, y in rows])
+            x = np.concatenate([x for x, _ in rows])
             for i in range(0, len(x), CHUNK):
                 some = x[i : i + CHUNK]
                 found = self._run("update", x=some, fold=fold_of(some, self._folds), y=y[i : i + CHUNK])
@@ -182,14 +191,14 @@ class TableRunner(Exported, Numbers):
             return
         self._since += rows
         few = rows <= RECENT and self._since < max(RECENT, 0.5 * self._searched)
-        self._known = self._now(self._solved(self._precisions)[2]) if self._asked and few else None
+        self._known = self._now(self._solved().left) if self._asked and few else None
         self._asked = False
         self._folded()
 
     def _folded(self) -> None:
         """Note how much of the kernel features explain, on average of the rows so far."""
         self._memory = None
-        self._usual = evidence.usual(self.state, self.groups)
+        self._usual = unexplained(self._sums(), self.groups)
 
     def _now(self, left: Array) -> Known:
         """Noise and freedom, given the rows that came since they were known, too."""
@@ -201,7 +210,7 @@ class TableRunner(Exported, Numbers):
 
     def merge(self, other: "TableRunner") -> "TableRunner":
         """Take all that another one of the same frozen columns and features has learned."""
-        if other is self or not evidence.same(self._frozen or {}, other._frozen or {}):
+        if other is self or not _same(self._frozen or {}, other._frozen or {}):
             raise ValueError("only runners spawned from one estimator can be merged, and none with itself")
         other._flush()
         theirs = dict(other.state)
@@ -218,8 +227,13 @@ class TableRunner(Exported, Numbers):
         self._folded()
         return self
 
-    def _solved(self, precisions: Any) -> tuple[Array, Array, Array]:
-        return evidence.solved(self.state, self.groups, precisions, self.constants)
+    def _sums(self) -> Sums:
+        gram, cross, square = (self.state[name] for name in ("gram", "cross", "square"))
+        return Sums(gram, cross, square, float(self.state["count"]))
+
+    def _solved(self) -> Fit:
+        assert self._precisions is not None
+        return Fit(self._sums(), self.groups, self._precisions)
 
     def read(self) -> tuple[dict[str, Array], float]:
         """What the graph of `predict` takes, and degrees of freedom; precisions are searched where due."""
@@ -230,21 +244,15 @@ class TableRunner(Exported, Numbers):
         self._flush()
         if not self._asked and (self._known is None or self._precisions is None):
             self._fold()
-            found, noise, freedom = evidence.search(self.state, self.groups, self._precisions, self.constants)
-            count = float(self.state["count"])
-            self._precisions = found
-            self._searched, self._since = max(count, self._searched + self._since), 0
-            self._known = Known(noise, freedom, self._solved(found)[2], count)
-        self._asked = True
-        matrix, weights, left = self._solved(self._precisions)
-        now, usual, missed = self._now(left), 0.0, 0.0
-        if self._usual is not None:
-            assert self._precisions is not None
-            kernel = self._precisions[list(self.groups).index("kernel")]
-            usual, missed = self._usual, 1.0 / max(float(kernel), self._usual)
-        root = np.linalg.inv(np.linalg.cholesky(matrix)).T
-        read = {"weights": weights, "root": root, "noise": now.noise}
-        read |= {"missed": np.array(missed), "usual": np.array(usual)}
+            best, noise, freedom = search(sums := self._sums(), self.groups, self._precisions)
+            self._precisions = np.exp(best.log)
+            self._searched, self._since = max(sums.count, self._searched + self._since), 0
+            self._known = Known(noise, freedom, best.left, sums.count)
+        self._asked, found = True, self._solved()
+        now = self._now(found.left)
+        read = {"weights": found.weights, "root": found.factor.root.T, "noise": now.noise}
+        read["missed"] = np.array(missed(self.groups, found.precision, self._usual))
+        read["usual"] = np.array(self._usual or 0.0)
         self._memory = read | (self._run("read") if "read" in self._graphs else {}), now.freedom
         return dict(self._memory[0]), now.freedom
 
@@ -278,3 +286,15 @@ class TableRunner(Exported, Numbers):
         found, freedom = self._said(X)
         answer = Answer(found["mean"], found["variance"], freedom)
         return np.asarray(mixed_probabilities([answer], np.ones(1))[:, order])
+
+
+def _symmetric(lower: Array, size: int) -> Array:
+    """A matrix from its lower triangle."""
+    made = np.zeros((size, size))
+    made[np.tril_indices(size)] = lower
+    return np.asarray(made + np.tril(made, -1).T)
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two sets of frozen parts are one."""
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)

@@ -1,19 +1,30 @@
 """The verbs of models as modules on plain tensors, which can be exported one by one."""
 
+import contextlib
 import copy
+import io
+import logging
+import tempfile
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.export import Dim
 
 from constmem.core.layers import CrossAttention, SelfAttention
 from constmem.core.moments import Moments
+from constmem.data.prior import SHOWN, context_inputs, residual_of, target_inputs
 from constmem.neural_processes import CMANP
 from constmem.neural_processes.regression import Posterior
 from constmem.point_processes import CMHP
 from constmem.point_processes.chunks import Chunk
 from constmem.point_processes.states import ConstantState
+from constmem.tabular.features import CLIP, DEPTH, FAR, RANK
+from constmem.tabular.learner import Learner
+from constmem.tabular.precisions import KERNEL
+from constmem.tabular.trace import LEAST
 
 
 class Verb(nn.Module):
@@ -89,7 +100,7 @@ class Observe(Verb):
         return [slots.value, slots.lse, *moments, torch.ones_like(x[..., 0]).long().sum(1)]
 
 
-class _Update(Merge):
+class Update(Merge):
     def forward(self, state: list[Tensor], x: Tensor, y: Tensor) -> list[Tensor]:  # type: ignore[override]
         return super().forward(state, Observe.forward(self, x, y))  # type: ignore[arg-type]
 
@@ -99,12 +110,12 @@ class Read(Verb):
         return self.model._read(value)  # type: ignore[no-any-return]
 
 
-class _Matrix(Verb):
+class Matrix(Verb):
     def forward(self, gram: Tensor) -> Tensor:
         return self.model.regression.matrix(gram)  # type: ignore[no-any-return]
 
 
-class _ReadMoments(Verb):
+class ReadMoments(Verb):
     """What follows once a runner has inverted the matrices: ONNX cannot."""
 
     def forward(
@@ -115,62 +126,10 @@ class _ReadMoments(Verb):
         return self.model._weighed(self.model._read(value), posterior)  # type: ignore[no-any-return]
 
 
-class _Predict(Verb):
+class Predict(Verb):
     def forward(self, memory: list[Tensor], xt: Tensor) -> tuple[Tensor, Tensor]:
         found = self.model.predict(tuple(memory) if len(memory) > 1 else memory[0], xt)
         return found.mean, found.stddev
-
-
-Work = tuple[Verb, tuple[Any, ...], tuple[Any, ...], list[str], list[str]]  # and names of in- and outputs
-
-
-def of_points(model: CMANP) -> tuple[dict[str, Work], dict[str, Any]]:
-    """Every verb of a model of points, with examples of its arguments; and what a runner must know."""
-    model = exportable(model)
-    b, n, m = Dim("batch"), Dim("points"), Dim("targets")
-    x, y, xt = (torch.zeros(3, k, dim, dtype=torch.float64) for k, dim in (
-        (5, model.dim_x), (5, model.dim_y), (7, model.dim_x)
-    ))  # fmt: skip
-    with torch.no_grad():
-        empty = model.empty(3)
-        memory = model.read(empty)
-    blank = empty.tensors()
-    names, state = list(blank), [t.clone() for t in blank.values()]
-    memory = list(memory) if model.regression else [memory]
-    held: list[Any] = [{0: b} for _ in state]
-    points, out = ({0: b, 1: n},) * 2, [f"{name}_out" for name in names]
-    others, given = [f"other_{name}" for name in names], ["latents", *Posterior._fields][: len(memory)]
-    target = [{0: b} for _ in memory], {0: b, 1: m}
-    work: dict[str, Work] = {
-        "observe": (Observe(model), (x, y), points, ["x", "y"], names),
-        "update": (_Update(model), (state, x, y), (held, *points), [*names, "x", "y"], out),
-        "merge": (Merge(model), (state, [t.clone() for t in state]), (held, held), [*names, *others], out),
-        "read": (Read(model), (state[0],), ({0: b},), names[:1], given),
-        "predict": (_Predict(model), (memory, xt), target, [*given, "xt"], ["mean", "std"]),
-    }
-    if model.regression is not None:
-        gram, matrix = state[2], model.regression.matrix(state[2]).detach()
-        solved, asked = [matrix, matrix.clone(), matrix[..., 0, 0].clone()], ["matrix", "inverse", "log_det"]
-        work["matrix"] = (_Matrix(model), (gram,), ({0: b},), names[2:3], ["matrix"])
-        read = [name for name in names if name not in ("slots.lse", "count")]
-        own = ([blank[name].clone() for name in read], *solved), (held[2:], *({0: b} for _ in solved))
-        work["read"] = (_ReadMoments(model), *own, [*read, *asked], given)
-    about = {
-        "kind": "points", "state": empty.KIND, "dim_x": model.dim_x, "dim_y": model.dim_y,
-        "blank": _blank(blank),
-    }  # fmt: skip
-    return work, about
-
-
-def _blank(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """What a runner makes an empty state of, by name."""
-    return {
-        name: {
-            "shape": list(t.shape[1:]), "fill": t.flatten()[0].item(),
-            "dtype": "F64" if t.is_floating_point() else "I64",
-        }
-        for name, t in tensors.items()
-    }  # fmt: skip
 
 
 class _Events(Verb):
@@ -184,7 +143,7 @@ class _Events(Verb):
         return ConstantState._made(dict(zip(self.names, tensors, strict=True)), None)
 
 
-class _UpdateEvents(_Events):
+class UpdateEvents(_Events):
     def forward(self, state: list[Tensor], times: Tensor, marks: Tensor) -> list[Tensor]:
         held = self.held(state)
         gaps = times - torch.cat([held.last_time[:, None], times], 1)[:, :-1]
@@ -195,37 +154,130 @@ class _UpdateEvents(_Events):
         return [after[name] for name in self.names]
 
 
-class _PredictEvents(_Events):
+class PredictEvents(_Events):
     def forward(self, state: list[Tensor]) -> tuple[Tensor, ...]:
         features = self.model.read(self.held(state))
         gap = self.model._gap(features)
         return features, gap.log_weights, gap.loc, gap.scale
 
 
-class _Marks(Verb):
+class Marks(Verb):
     def forward(self, features: Tensor, gap: Tensor) -> Tensor:
         found: Tensor = self.model.mark_head(features, self.model.scale.standard(gap))
         return found
 
 
-def of_events(model: CMHP) -> tuple[dict[str, Work], dict[str, Any]]:
-    """Every verb of a model of events, with examples of its arguments; and what a runner must know."""
-    model = exportable(model)
-    b, n = Dim("batch"), Dim("events")
-    blank = model.empty(torch.zeros(3, dtype=torch.float64)).tensors()
-    names, state = list(blank), [t.clone() for t in blank.values()]
-    held: list[dict[int, Any]] = [{0: b} for _ in state]
-    times, marks = torch.ones(3, 5, dtype=torch.float64).cumsum(1), torch.zeros(3, 5, dtype=torch.int64)
-    features, gap = torch.zeros(3, model.config["dim"]), torch.ones(3, dtype=torch.float64)
-    out = [f"{name}_out" for name in names]
-    predicted = ["features", "log_weights", "loc", "scale"]
-    about = {
-        "kind": "events", "state": ConstantState.KIND, "num_marks": model.num_marks, "blank": _blank(blank),
-    }  # fmt: skip
-    update, predict = _UpdateEvents(model, names), _PredictEvents(model, names)
-    chunk = {0: b, 1: n}
-    return {
-        "update": (update, (state, times, marks), (held, chunk, chunk), [*names, "times", "marks"], out),
-        "predict": (predict, (state,), (held,), names, predicted),
-        "marks": (_Marks(model), (features, gap), ({0: b}, {0: b}), ["features", "gap"], ["log_prob"]),
-    }, about
+class _Table(Verb):
+    """A verb of a tables' learner; the model is that of its residuals, if they are learned."""
+
+    def __init__(self, learner: Learner, model: CMANP | None) -> None:
+        memory = learner.memory
+        assert memory is not None
+        super().__init__(model)
+        self.features, self.discrete = memory.features, learner.discrete
+        self.residuals: Any = memory.residuals
+        self.centre, self.scale = (torch.from_numpy(t) for t in (learner.center, learner.scale))
+
+    def phi(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Features of rows, as `Features` makes them; and the columns that the residuals' model sees."""
+        f = self.features
+        kernel, where, whitener, pairs = f._made  # type: ignore[attr-defined]
+        z = (x - f.centre) / f.scale
+        below = (f.knots < z[..., None]).long().sum(-1) + (f.knots <= z[..., None]).long().sum(-1)
+        ranks = (below.double() / f.knots.shape[1] - 1.0) * RANK
+        left, right = (z.index_select(1, one).clamp(-FAR, FAR) for one in pairs)
+        parts = [torch.ones_like(z[:, :1]), z, ranks, left * right]
+        if len(where):
+            parts.append(kernel(torch.cat([z.clamp(-CLIP, CLIP), ranks], 1), where) @ whitener)
+        if count := len(f.columns):
+            powers = 2 ** torch.arange(DEPTH - 1, -1, -1)
+            tested = z.index_select(1, f.columns.flatten()).unflatten(1, f.columns.shape)
+            leaf = ((tested > f.thresholds).long() * powers).sum(-1)
+            one_hot = leaf[..., None] == torch.arange(2**DEPTH)
+            parts.append(one_hot.double().reshape(-1, count * 2**DEPTH))
+        shown = z[:, :0] if self.residuals is None else z.index_select(1, self.residuals.columns)
+        return torch.cat(parts, 1), F.pad(shown, (0, SHOWN - shown.shape[1]))
+
+
+class ObserveTable(_Table):
+    def forward(self, x: Tensor, fold: Tensor, y: Tensor) -> list[Tensor]:
+        phi, shown = self.phi(x)
+        y = y if self.discrete else (y - self.centre) / self.scale
+        moments = sums(phi, y)
+        if self.residuals is None:
+            return moments
+        made = torch.einsum("np,fpk->fnk", phi, self.residuals.weights)
+        before = made.gather(0, fold[None, :, None].expand(1, -1, made.shape[2]))[0]
+        sigma = self.residuals.sigma[:, None]
+        inputs = context_inputs(before.mT, y.mT, shown.expand(len(sigma), -1, -1), sigma).float()
+        off = residual_of(y.mT, before.mT, sigma)[..., None].float()
+        value, lse, count = Observe.forward(self, inputs, off)  # type: ignore[arg-type]
+        return [value, lse, count, *moments]
+
+
+class UpdateTable(ObserveTable):
+    def forward(self, state: list[Tensor], x: Tensor, fold: Tensor, y: Tensor) -> list[Tensor]:  # type: ignore[override]
+        return Merge.forward(self, state, super().forward(x, fold, y))  # type: ignore[arg-type]
+
+
+class PredictTable(_Table):
+    """Means, variances and the residuals' normals in the units of targets, from what a runner has read."""
+
+    def forward(
+        self, x: Tensor, weights: Tensor, root: Tensor, noise: Tensor, missed: Tensor, usual: Tensor,
+        more: list[Tensor],
+    ) -> list[Tensor]:  # fmt: skip
+        phi, shown = self.phi(x)
+        mean, leverage = phi @ weights, (phi @ root).square().sum(-1)
+        if (kernel := self.features.groups.get(KERNEL)) is not None:
+            leverage = leverage + missed * ((1.0 - phi[:, kernel].square().sum(-1)).clamp(min=0.0) - usual)
+        variance = noise * (1 + leverage).clamp(min=LEAST)[:, None]
+        if self.discrete:
+            return [mean, variance]
+        restored = [mean * self.scale + self.centre, variance * self.scale**2]
+        if self.residuals is None:
+            return restored
+        latents, count = more
+        deviation, sigma = variance.clamp(min=1e-300).sqrt(), self.residuals.sigma[:, None]
+        wide = shown.expand(len(sigma), -1, -1)
+        inputs = target_inputs(mean.mT, deviation.mT, wide, sigma, count.double()[:, None])
+        law = self.model.predict(latents, inputs.float())
+        normals, log_weight = law.components, law.log_weight.double().transpose(0, 1)
+        means, stds = (t[..., 0].double().transpose(0, 1) for t in (normals.mean, normals.stddev))
+        unit = (deviation * self.scale)[..., None]
+        return [*restored, restored[0][..., None] + unit * means, unit * stds, log_weight]
+
+
+def graph(
+    verb: Verb, given: tuple[Any, ...], axes: tuple[Any, ...], inputs: list[str], outputs: list[str]
+) -> Any:
+    """A verb as a model of the package onnx, without notes on who made it where."""
+    import onnx
+
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad(), _quiet():
+        path = f"{folder}/graph.onnx"
+        torch.onnx.export(
+            verb.eval(), given, path, dynamic_shapes=axes, input_names=inputs, output_names=outputs,
+            dynamo=True, external_data=False, verbose=False,
+        )  # fmt: skip
+        made = onnx.load(path)
+    for part in (made, *made.graph.node):
+        del part.metadata_props[:]
+        part.doc_string = ""
+    return made
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the exporter's notes to its own developers."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf, isfinite
 
 import numpy as np
 import torch
@@ -13,23 +12,11 @@ from torch import Tensor
 
 from constmem.core.moments import Moments
 from constmem.tabular.kernel import side_by_side, times_upper
+from constmem.tabular.precisions import KERNEL, Array, Factor, Fit, Sums, missed, search, unexplained
 
-KERNEL = "kernel"  # the group whose inner products are those of a kernel with k(x, x) = 1, or less
-PRIOR = 0.5, 1e-5  # of the noise: shape of an inverse gamma, and noise in units of y's mean square
-SMALLEST = 1e-9  # mean square of targets that is more than zero
-FAINT = 1e-3  # mean square of a group's features, at least: of none a ratio to the noise says nothing
-LARGEST = 23.0  # logarithm of the largest relative precision, and of the inverse of the smallest
-ROUNDING = 1e-15  # of the Gram matrix's trace: added to every precision, since sums are rounded
-STEPS = 24  # of Newton's method, at most
-REACH = 4.0, 8.0  # how far a precision's logarithm moves in the first step, and in any, at most
-RATIO = 0.3  # noise to signal that is expected of a group
-RATIOS = {"products": 30.0}  # and of some: few rows say nothing of products where both columns are large
-SPREAD = 1.0, 4.0  # width and degrees of freedom of the prior of a ratio's logarithm, Student's t
-START = 0.01  # noise to signal ratio that a search begins with
 PIECE = 512  # rows multiplied at once
 MANY = 256  # rows that are worth inverting the factor for
 SHORT = 1e-6  # of the noise: what float32 may round it by, at most
-CLOSE = 1e-2  # nats a target: a step that promises less is not made
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,39 +105,13 @@ def posterior(
 ) -> Posterior:
     """The posterior at the precisions that maximise the evidence, found from the moments alone.
 
-    Each group of features has one precision relative to the noise's, shared by all targets; the noise has
-    an inverse gamma prior and is integrated out. Newton's method in the logarithms of the precisions: one
-    factorisation gives the evidence, its gradient and its Hessian. Few rows can be explained by almost any
-    precisions, so those have a prior, too, and each one that was fitted costs a degree of freedom.
-
     Args:
         groups: slices of features by name, which together are all of them.
         start: precisions to begin with, such as those of an earlier posterior.
     """
-    strengths = _strengths(moments, groups)
-    first = (START * strengths if start is None else strengths.new_tensor([start[n] for n in groups])).log()
-    best = _Fit(moments, groups, first)
-    if best.log_evidence == -inf:
-        best = _Fit(moments, groups, torch.zeros_like(first))
-    if not isfinite(best.log_evidence) or not bool(best.hessian.isfinite().all()):
-        raise ValueError(
-            "the sums of squares of these rows are not finite or not positive: numbers are too large to be "
-            "squared, or the state was changed from outside; use a larger unit, and learn the rows again"
-        )
-    reach, most = REACH
-    for _ in range(STEPS):
-        step = best.step(reach)
-        if float(step @ best.gradient) < CLOSE * moments.targets or reach < 0.05:
-            break
-        tried = _Fit(moments, groups, (best.log + step).clamp(-LARGEST, LARGEST))
-        if tried.log_evidence > best.log_evidence:
-            best, reach = tried, min(2 * reach, most)
-        else:
-            reach /= 4
-    precisions = dict(zip(groups, best.log.exp().tolist(), strict=True))
-    freedom = best.freedom - min(len(groups), float(moments.count) / 2)
-    noise = best.noise * (best.freedom / freedom)
-    return _made(moments, groups, best.weights, best.factor, noise, freedom, precisions, best.log_evidence)
+    sums, known = _sums(moments), None if start is None else _listed(start, groups)
+    best, noise, freedom = search(sums, groups, known, _Factor)
+    return _made(sums, groups, best, noise, freedom, best.log_evidence)
 
 
 def at(
@@ -161,93 +122,42 @@ def at(
     freedom: float,
 ) -> Posterior:
     """The posterior at known precisions and noise: one factorisation, no search."""
-    values = torch.tensor([precisions[name] for name in groups], dtype=torch.float64)
-    factor = torch.linalg.cholesky(_regularised(moments, groups, values))
-    weights = torch.cholesky_solve(moments.cross, factor)
-    return _made(moments, groups, weights, factor, noise, freedom, dict(precisions), float("nan"))
+    sums = _sums(moments)
+    found = Fit(sums, groups, _listed(precisions, groups), _Factor)
+    return _made(sums, groups, found, noise.numpy(), freedom, float("nan"))
 
 
 def _made(
-    moments: Moments,
-    groups: Mapping[str, slice],
-    weights: Tensor,
-    factor: Tensor,
-    noise: Tensor,
-    freedom: float,
-    precisions: dict[str, float],
-    log_evidence: float,
+    sums: Sums, groups: Mapping[str, slice], found: Fit, noise: Array, freedom: float, log_evidence: float
 ) -> Posterior:
     """A posterior that also knows what a kernel's features miss."""
-    kernel, missed, usual = groups.get(KERNEL), 0.0, 0.0
-    if kernel is not None and float(moments.count) > 0:
-        explained = moments.gram.diagonal()[kernel].sum() / moments.count
-        usual = max(1.0 - float(explained), 0.0)
-        missed = 1.0 / max(precisions[KERNEL], usual)  # usual * missed is a part of the noise, so 1 at most
-    return Posterior(weights, factor, noise, freedom, precisions, log_evidence, kernel, missed, usual)
+    weights, factor, own_noise = (torch.from_numpy(t) for t in (found.weights, found.factor.lower, noise))
+    precisions, usual = dict(zip(groups, found.precision.tolist(), strict=True)), unexplained(sums, groups)
+    return Posterior(
+        weights, factor, own_noise, freedom, precisions, log_evidence, groups.get(KERNEL),
+        missed(groups, found.precision, usual), usual or 0.0,
+    )  # fmt: skip
 
 
-def _strengths(moments: Moments, groups: Mapping[str, slice]) -> Tensor:
-    """Sum of a row's squared features in each group, on average: a signal's variance by its precision."""
-    squares = moments.gram.diagonal() / moments.count.clamp(min=1.0)
-    return torch.stack([squares[group].sum() for group in groups.values()]).clamp(min=FAINT)
+def _sums(moments: Moments) -> Sums:
+    return Sums(moments.gram.numpy(), moments.cross.numpy(), moments.square.numpy(), float(moments.count))
 
 
-def _regularised(moments: Moments, groups: Mapping[str, slice], precision: Tensor) -> Tensor:
-    """The Gram matrix plus each group's precision."""
-    added = moments.gram.new_empty(moments.width)
-    for value, group in zip(precision, groups.values(), strict=True):
-        added[group] = value
-    return moments.gram + (added + ROUNDING * moments.gram.diagonal().sum()).diag()
+def _listed(precisions: Mapping[str, float], groups: Mapping[str, slice]) -> Array:
+    return np.array([precisions[name] for name in groups])
 
 
-class _Fit:
-    """The evidence at given precisions, prior included, its gradient and its Hessian in their logarithms."""
+class _Factor(Factor):
+    """The same by LAPACK's own routines, which numpy alone does not have: half of the work."""
 
-    def __init__(self, moments: Moments, groups: Mapping[str, slice], log: Tensor) -> None:
-        self.log, targets = log, moments.targets
-        slices, precision = list(groups.values()), log.exp()
-        self.factor, failed = torch.linalg.cholesky_ex(_regularised(moments, groups, precision))
-        self.log_evidence = -inf
+    def __init__(self, matrix: Array) -> None:
+        self._own, failed = torch.linalg.cholesky_ex(torch.from_numpy(matrix))
         if failed:
-            return
-        self.weights = torch.cholesky_solve(moments.cross, self.factor)
-        count = float(moments.count)
-        shape, level = PRIOR[0] + count / 2, moments.square / max(count, 1.0)
-        left = (moments.square - (moments.cross * self.weights).sum(0)).clamp(min=0.0)
-        scale = PRIOR[0] * PRIOR[1] * level.clamp(min=SMALLEST) + left / 2
-        self.noise, self.freedom = scale / shape, 2 * shape
-        sizes = torch.tensor([s.stop - s.start for s in slices], dtype=torch.float64)
-        volume = self.factor.diagonal().log().sum() - (sizes * log).sum() / 2
-        (width, tails), strengths = SPREAD, _strengths(moments, groups)
-        expected = strengths * strengths.new_tensor([RATIOS.get(name, RATIO) for name in groups])
-        off = (log - expected.log()) / width
-        near = tails + off.square()
-        prior = -(tails + 1) / 2 * near.log().sum()
-        self.log_evidence = float(prior - (shape * scale.log()).sum() - targets * volume)
+            raise np.linalg.LinAlgError("this matrix is not positive definite")
+        self.lower = self._own.numpy()
 
-        inverse = torch.cholesky_inverse(self.factor)
-        scaled = self.weights * (shape / scale).sqrt()
-        size = len(slices)
-        square, bend = log.new_zeros(size, size), log.new_zeros(size, size)
-        for i, g in enumerate(slices):
-            for j, h in enumerate(slices[: i + 1]):
-                block = inverse[g, h]
-                square[i, j] = square[j, i] = block.square().sum()
-                bend[i, j] = bend[j, i] = ((block @ scaled[h]) * scaled[g]).sum()
-        trace = precision * torch.stack([inverse.diagonal()[g].sum() for g in slices])
-        fit = precision[:, None] * torch.stack([scaled[g].square().sum(0) for g in slices])
-        self.gradient = (targets * (sizes - trace) - fit.sum(1)) / 2 - (tails + 1) * off / (near * width)
-        outer = precision[:, None] * precision
-        self.hessian = (
-            -(targets * trace + fit.sum(1)).diag() / 2
-            + outer * (targets * square / 2 + bend)
-            + fit @ fit.mT / (4 * shape)
-            - ((tails + 1) * (2 * tails - near) / (near * width).square()).diag()
-        )
+    def solve(self, right: Array) -> Array:
+        return torch.cholesky_solve(torch.from_numpy(right), self._own).numpy()
 
-    def step(self, reach: float) -> Tensor:
-        """Newton's step uphill, at most `reach` long in any precision's logarithm."""
-        curvature, axes = torch.linalg.eigh(self.hessian)
-        step = axes @ ((axes.mT @ self.gradient) / curvature.abs().clamp(min=1e-3))
-        shortened: Tensor = step * min(1.0, reach / float(step.abs().max().clamp(min=1e-300)))
-        return shortened
+    def inverse(self) -> Array:
+        return torch.cholesky_inverse(self._own).numpy()

@@ -12,18 +12,8 @@ from torch import Tensor
 
 from constmem.core.moments import Moments
 from constmem.tabular.answers import TAILS, Answer, probabilities
-from constmem.tabular.evidence import (
-    MANY,
-    PRIOR,
-    RATIO,
-    RATIOS,
-    SHORT,
-    SPREAD,
-    Posterior,
-    _Fit,
-    at,
-    posterior,
-)  # fmt: skip
+from constmem.tabular.evidence import MANY, SHORT, Posterior, _Factor, _sums, at, posterior
+from constmem.tabular.precisions import PRIOR, RATIO, RATIOS, SPREAD, Evidence, Factor
 
 GROUPS = {"constant": slice(0, 1), "few": slice(1, 4), "products": slice(4, 12)}
 seeds = st.integers(0, 2**31)
@@ -50,13 +40,13 @@ def covariance(phi: Any, precision: dict[str, float]) -> Any:
 @given(seed=seeds, n=st.integers(1, 30), k=st.integers(1, 3))
 def test_evidence_is_the_marginal_likelihood_of_the_targets(seed: int, n: int, k: int) -> None:
     phi, y = data(n, seed=seed, k=k)
-    log = torch.randn(3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    fit = _Fit(Moments.observe(phi, y), GROUPS, log)
-    inner = covariance(phi.numpy(), dict(zip(GROUPS, log.exp().tolist(), strict=True)))
+    log = np.random.default_rng(seed).normal(size=3)
+    fit = Evidence(_sums(Moments.observe(phi, y)), GROUPS, log)
+    inner = covariance(phi.numpy(), dict(zip(GROUPS, np.exp(log).tolist(), strict=True)))
     width, tails = SPREAD
     strengths = np.array([(phi.numpy()[:, group] ** 2).sum(1).mean() for group in GROUPS.values()])
     prior = stats.t(tails, np.log(strengths * [RATIOS.get(name, RATIO) for name in GROUPS]), width)
-    wanted = prior.logpdf(log.numpy()).sum() + 3 * (np.log(width) - stats.t.logpdf(0, tails))
+    wanted = prior.logpdf(log).sum() + 3 * (np.log(width) - stats.t.logpdf(0, tails))
     wanted -= 3 * (tails + 1) / 2 * np.log(tails)  # constants that the fit leaves out
     for target in y.numpy().T:
         scale = PRIOR[0] * PRIOR[1] * (target**2).mean() + target @ np.linalg.solve(inner, target) / 2
@@ -66,29 +56,40 @@ def test_evidence_is_the_marginal_likelihood_of_the_targets(seed: int, n: int, k
 
 @given(seed=seeds, k=st.integers(1, 3))
 def test_gradient_and_hessian_are_those_of_the_evidence(seed: int, k: int) -> None:
-    moments = Moments.observe(*data(40, seed=seed, k=k))
-    log = torch.randn(3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    fit, step = _Fit(moments, GROUPS, log), 1e-4
-    for i in range(3):
-        move = step * torch.eye(3, dtype=torch.float64)[i]
-        up, down = _Fit(moments, GROUPS, log + move), _Fit(moments, GROUPS, log - move)
+    sums, log = _sums(Moments.observe(*data(40, seed=seed, k=k))), np.random.default_rng(seed).normal(size=3)
+    fit, step = Evidence(sums, GROUPS, log), 1e-4
+    for move, i in zip(step * np.eye(3), range(3), strict=True):
+        up, down = Evidence(sums, GROUPS, log + move), Evidence(sums, GROUPS, log - move)
         slope = (up.log_evidence - down.log_evidence) / (2 * step)
         assert float(fit.gradient[i]) == pytest.approx(slope, rel=1e-4, abs=1e-4)
         bend = (up.gradient - down.gradient) / (2 * step)
-        torch.testing.assert_close(fit.hessian[i], bend, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(fit.hessian[i], bend, rtol=1e-4, atol=1e-4)
 
 
 @given(seed=seeds)
 def test_found_precisions_are_a_maximum(seed: int) -> None:
     moments = Moments.observe(*data(60, seed=seed))
     found = posterior(moments, GROUPS)
-    log = torch.tensor([*found.precisions.values()], dtype=torch.float64).log()
+    log = np.log([*found.precisions.values()])
     for i in range(3):
         for move in (-0.5, 0.5):
-            other = log + move * torch.eye(3, dtype=torch.float64)[i]
-            assert _Fit(moments, GROUPS, other).log_evidence < found.log_evidence + 0.05
+            other = Evidence(_sums(moments), GROUPS, log + move * np.eye(3)[i])
+            assert other.log_evidence < found.log_evidence + 0.05
     again = posterior(moments, GROUPS, found.precisions)
     assert again.log_evidence == pytest.approx(found.log_evidence, abs=0.05)
+
+
+@given(seed=seeds, size=st.integers(1, 20))
+def test_matrices_are_factorised_alike_with_numpy_alone(seed: int, size: int) -> None:
+    random = np.random.default_rng(seed)
+    rows, right = random.normal(size=(size + 3, size)), random.normal(size=(size, 2))
+    matrix = rows.T @ rows + 1e-3 * np.eye(size)
+    for made in (Factor(matrix), _Factor(matrix)):
+        np.testing.assert_allclose(made.lower @ made.lower.T, matrix, rtol=0, atol=1e-10)
+        np.testing.assert_allclose(made.solve(right), np.linalg.solve(matrix, right), rtol=1e-6, atol=1e-8)
+        np.testing.assert_allclose(made.inverse() @ matrix, np.eye(size), rtol=0, atol=1e-6)
+        with pytest.raises(np.linalg.LinAlgError):
+            type(made)(-matrix)
 
 
 def test_groups_that_do_nothing_are_shrunk_away() -> None:
