@@ -75,6 +75,35 @@ def condition_groups_dataset(
     return pool
 
 
+def states_aggregate(
+    model: NeuralProcess[Any, Any], *, x: Sequence[str], y: Sequence[str], name: str = "state"
+) -> Any:
+    """The state of rows as an aggregation of Ray's, beside its own: of a dataset, or of each of its groups.
+
+    A column `name` holds the bytes of a state, which `model.state_type.unpacked` reads. What is grouped stays
+    in Ray, on all of its machines: for more keys than one machine holds.
+
+    Example:
+        states = dataset.groupby("sensor").aggregate(states_aggregate(model, x=["hour"], y=["heat"]), Count())
+    """
+    from ray.data.aggregate import AggregateFn
+    from ray.data.block import BlockAccessor
+
+    _require(model, x, y)
+    work, kind, nothing = _Conditioned(_folder(model), [*x], [*y]), model.state_type, model.empty(1).packed()
+
+    def merge(one: bytes, other: bytes) -> bytes:
+        made: bytes = kind.unpacked(one).merge(kind.unpacked(other)).packed()
+        return made
+
+    def accumulate(held: bytes, block: Any) -> bytes:
+        rows: Any = BlockAccessor.for_block(block)
+        return merge(held, work(rows.to_numpy([*x, *y]))["state"][0]) if rows.num_rows() else held
+
+    # A plain AggregateFn: of one that names its column, all other columns are dropped.
+    return AggregateFn(init=lambda _: nothing, merge=merge, name=name, accumulate_block=accumulate)
+
+
 def fit_dataset(
     estimator: T, dataset: Any, *, target: str, batch_size: int = FITTED, workers: int = 2, warmup: int = 8192
 ) -> T:

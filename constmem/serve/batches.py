@@ -5,7 +5,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Condition, Thread
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +46,11 @@ class Predict:
 
 @dataclass(eq=False)
 class Work:
-    """Anything else to do with the store."""
+    """Anything else to do with the store; where that gives nothing, an answer; keys that may be new to it."""
 
     call: Callable[[Store], Any]
+    answer: dict[str, int] = field(default_factory=dict)
+    new: list[str] = field(default_factory=list)
     done: "Future[Any] | None" = None
 
 
@@ -111,7 +113,7 @@ class Batches:
             self._observe([each for each in batch if isinstance(each, Observe)])
             for each in batch:
                 if isinstance(each, Work):
-                    self._answer([each], lambda each=each: [each.call(self.store)])  # type: ignore[misc]
+                    self._answer([each], lambda each=each: [self._worked(each)])  # type: ignore[misc]
             groups = defaultdict(list)
             for each in batch:
                 if isinstance(each, Predict):
@@ -169,6 +171,11 @@ class Batches:
             self.store.observe_all(keys, np.concatenate(x), np.concatenate(y), positions)
             self.rows += len(keys)
         return answers
+
+    def _worked(self, request: Work) -> Any:
+        if request.new:
+            self._require_room(request.new)
+        return request.call(self.store) or request.answer
 
     def _require_room(self, keys: list[Any]) -> None:
         names, most = set(keys), self.limits.streams

@@ -52,7 +52,7 @@ class Service:
         self.limits, self.tokens = limits or Limits(), tokens or Tokens()
         self.store, self.batches = store, Batches(store, self.limits)
         self.verbs = Verbs(self.batches, self.limits)
-        self.routes = {f"/v1/{verb}": verb for verb in self.verbs.calls}
+        self.routes = {f"/v1/{verb}": verb for verb in self.verbs.schemas}
         self.rest = self._rest(page)
         self.answered: Counter[tuple[str, int]] = Counter()
         self.seconds: Counter[float] = Counter()
@@ -102,7 +102,7 @@ class Service:
                 if not isinstance(body, dict):
                     raise Failure(422, "refused", "the body is a JSON object")
                 limit.reschedule(asyncio.get_running_loop().time() + self.limits.seconds)
-                return 200, orjson.dumps(await self.verbs.calls[verb](token, body)), []
+                return 200, orjson.dumps(await self.verbs(verb, token, body)), []
         except Failure as failure:
             return failed(failure)
         except orjson.JSONDecodeError as error:
@@ -179,7 +179,7 @@ class Service:
         codes = (400, 401, 403, 404, 408, 409, 413, 422, 429, 503, 507)
         answers = dict.fromkeys(map(str, codes), error)
         paths: dict[str, Any] = {}
-        for verb, (what, properties, needed) in self.verbs.schemas().items():
+        for verb, (what, properties, needed) in self.verbs.schemas.items():
             taken = {
                 "type": "object",
                 "properties": properties,

@@ -6,7 +6,7 @@ from typing import Any
 from constmem.serve import Failure, Limits, Token
 from constmem.serve.batches import Batches, Observe, Predict, Work
 from constmem.streams.sources import Rows, numbers
-from constmem.streams.store import LONGEST, Store
+from constmem.streams.store import LONGEST
 
 Body = dict[str, Any]
 KEY = {"type": "string", "minLength": 1, "maxLength": LONGEST}
@@ -18,12 +18,13 @@ SOURCE = {
 
 
 class Verbs:
-    """The verbs of one store: `calls` has them by name, `schemas` what their objects hold."""
+    """The verbs of one store, by name; `schemas` has what each does, what its object may hold, and must."""
 
     def __init__(self, batches: Batches, limits: Limits) -> None:
         self.batches, self.limits = batches, limits
         self.rows = Rows(batches.store.model)
-        self.calls: dict[str, Callable[[Token, Body], Any]] = {
+        self.schemas = self._schemas()
+        self._calls: dict[str, Callable[[Token, Body], Any]] = {
             "observe": self._observe,
             "predict": self._predict,
             "bulk/observe": self._bulk_observe,
@@ -36,8 +37,15 @@ class Verbs:
             "delete": self._delete,
         }
 
-    def schemas(self) -> dict[str, tuple[str, dict[str, Any], list[str]]]:
-        """Of each verb what it does, what its object may hold, and what it must."""
+    def __call__(self, verb: str, token: Token, body: Body) -> Any:
+        """Have a verb done, or refuse what nobody knows: it may be a typing error."""
+        names = self.schemas[verb][1]
+        if unknown := body.keys() - names.keys():
+            word = sorted(unknown)[0][:40]
+            raise Failure(422, "refused", f"nobody knows {word!r} here: there are {', '.join(names)}")
+        return self._calls[verb](token, body)
+
+    def _schemas(self) -> dict[str, tuple[str, dict[str, Any], list[str]]]:
         number: dict[str, Any] = {"type": "number"}
         x, y = (
             number if width == 1 else {"type": "array", "items": number, "minItems": width, "maxItems": width}
@@ -72,14 +80,12 @@ class Verbs:
         }  # fmt: skip
 
     def _observe(self, token: Token, body: Body) -> Any:
-        _only(body, *self.rows.names, "source", "position")
         key = self._key(token, "write", body)
         x, y = self.rows.values(body)
         return self.batches.submit(Observe([key], [x], [y], *self._place(token, body)))
 
     def _bulk_observe(self, token: Token, body: Body) -> Any:
         first, second = self.rows.names[1:]
-        _only(body, "keys", first, second, "source", "position")
         keys = self._many(token, "write", body)
         columns: tuple[Any, ...] = (
             body.get(first),
@@ -102,7 +108,6 @@ class Verbs:
         return f"http:{token.prefix}:{source}", position
 
     def _predict(self, token: Token, body: Body) -> Any:
-        _only(body, "key", *([] if self.rows.events else ["x"]))
         key = self._key(token, "read", body)
         return self._first(Predict([key], None if self.rows.events else [self._targets(body.get("x"))]))
 
@@ -111,7 +116,6 @@ class Verbs:
         return {name: each[0] for name, each in found.items()}
 
     def _bulk_predict(self, token: Token, body: Body) -> Any:
-        _only(body, "keys", *([] if self.rows.events else ["x"]))
         keys = self._many(token, "read", body)
         if self.rows.events:
             return self.batches.submit(Predict(keys, None))
@@ -126,24 +130,16 @@ class Verbs:
         return [numbers("x", each, self.rows.widths[0]) for each in given]
 
     def _create(self, token: Token, body: Body) -> Any:
-        _only(body, "key", *(["start"] if self.rows.events else []))
         key = self._key(token, "write", body)
         start = numbers("start", body.get("start", 0.0), 1)[0]
-
-        def create(store: Store) -> Body:
-            self.batches._require_room([key])
-            store.create([key], start=start)
-            return {"created": 1}
-
-        return self.batches.submit(Work(create))
+        create = Work(lambda store: store.create([key], start=start), {"created": 1}, new=[key])
+        return self.batches.submit(create)
 
     def _count(self, token: Token, body: Body) -> Any:
-        _only(body, "key")
         key = self._key(token, "read", body)
         return self.batches.submit(Work(lambda store: {"count": store.count([key]).item()}))
 
     def _keys(self, token: Token, body: Body) -> Any:
-        _only(body, "prefix", "after", "most")
         prefix, after, most = body.get("prefix", token.prefix), body.get("after", ""), body.get("most", 1000)
         if not isinstance(prefix, str) or not isinstance(after, str) or type(most) is not int:
             raise Failure(422, "refused", "prefix and after are texts, most a whole number")
@@ -152,28 +148,14 @@ class Verbs:
         return self.batches.submit(Work(lambda store: {"keys": store.keys(prefix, after=after, most=most)}))
 
     def _merge(self, token: Token, body: Body) -> Any:
-        _only(body, "key", "other")
         key, other = self._key(token, "write", body), self._key(token, "read", body, "other")
-
-        def merge(store: Store) -> Body:
-            store.merge(key, other)
-            return {"merged": 1}
-
-        return self.batches.submit(Work(merge))
+        return self.batches.submit(Work(lambda store: store.merge(key, other), {"merged": 1}))
 
     def _fork(self, token: Token, body: Body) -> Any:
-        _only(body, "key", "to")
         key, to = self._key(token, "read", body), self._key(token, "write", body, "to")
-
-        def fork(store: Store) -> Body:
-            self.batches._require_room([to])
-            store.fork(key, to)
-            return {"created": 1}
-
-        return self.batches.submit(Work(fork))
+        return self.batches.submit(Work(lambda store: store.fork(key, to), {"created": 1}, new=[to]))
 
     def _delete(self, token: Token, body: Body) -> Any:
-        _only(body, "key")
         key = self._key(token, "write", body)
         return self.batches.submit(Work(lambda store: {"deleted": store.delete([key])}))
 
@@ -194,13 +176,6 @@ class Verbs:
             raise Failure(422, "refused", f"each of the keys has 1 to {LONGEST:,} letters")
         token.require(scope, keys)
         return keys
-
-
-def _only(body: Body, *names: str) -> None:
-    """Refuse what nobody knows: it may be a typing error."""
-    if unknown := body.keys() - set(names):
-        word = sorted(unknown)[0][:40]
-        raise Failure(422, "refused", f"nobody knows {word!r} here: there are {', '.join(names)}")
 
 
 def _listed(items: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,9 @@ import ray
 import torch
 
 from constmem import CMANP, StreamingClassifier, StreamingRegressor
-from constmem.integrations.ray import condition_dataset, condition_groups_dataset, fit_dataset
+from constmem.integrations.ray import (
+    condition_dataset, condition_groups_dataset, fit_dataset, states_aggregate
+)
 from constmem.neural_processes import LBANP
 
 ray.init(num_cpus=2, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False,
@@ -55,6 +57,15 @@ found = {"whole": apart(condition_dataset(model, dataset, **columns), at_once(ro
 pool = condition_groups_dataset(model, dataset, key="sensor", **columns)
 for name in "nsw":
     found[name] = apart(pool.state([name]), at_once(rows[rows.sensor == name]))
+counted = states_aggregate(model, x=["a", "b"], y=["y"]), ray.data.aggregate.Max("a")
+for row in dataset.groupby("sensor").aggregate(*counted).take_all():
+    own = rows[rows.sensor == row["sensor"]]
+    found["grouped " + row["sensor"]] = apart(model.state_type.unpacked(row["state"]), at_once(own))
+    assert row["max(a)"] == own.a.max()
+one = dataset.aggregate(counted[0])["state"]
+found["aggregate"] = apart(model.state_type.unpacked(one), at_once(rows))
+rows.to_csv("rows.csv", index=False)
+found["csv"] = apart(condition_dataset(model, ray.data.read_csv("rows.csv"), **columns), at_once(rows))
 inputs = ["a", "b", "sensor"]
 for kind, target in ((StreamingRegressor, "y"), (StreamingClassifier, "high")):
     table = dataset.select_columns([*inputs, target])
@@ -105,6 +116,14 @@ def test_two_workers_give_the_state_of_one_pass(result: dict[str, Any]) -> None:
 
 def test_groups_that_stand_in_many_blocks_come_together(result: dict[str, Any]) -> None:
     assert max(result["found"][name] for name in "nsw") < 1e-5
+
+
+def test_states_are_an_aggregation_of_ray_s_beside_its_own(result: dict[str, Any]) -> None:
+    assert max(result["found"][name] for name in ("aggregate", "grouped n", "grouped s", "grouped w")) < 1e-5
+
+
+def test_csv_files_give_the_same_state(result: dict[str, Any]) -> None:
+    assert result["found"]["csv"] < 1e-5
 
 
 def test_estimators_fitted_by_workers_are_those_of_one_pass(result: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 from constmem import Store
+from tests.command import command
 from tests.laws import models as small_models
 from tests.streams.made import built
 from tests.streams.test_store import alone, require_same, rows
@@ -339,6 +341,39 @@ def test_too_many_streams_or_requests_are_sent_away(tmp_path: Path) -> None:
         go.set()
         for thread in threads:
             thread.join()
+
+
+def test_a_second_service_on_one_store_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    MODEL.save_pretrained(tmp_path / "model")
+    threads = torch.get_num_threads()
+    with served(tmp_path / "s") as (port, _):
+        ask = Client(port)
+        assert ask("observe", key="a", x=1, y=1) == (200, {"taken": 1})
+        done = command("serve", str(tmp_path / "model"), "--store", str(tmp_path / "s"))
+        assert done.returncode == 2
+        assert "another process holds this store" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert ask("observe", key="a", x=1, y=1) == (200, {"taken": 1})
+        assert ask("count", key="a") == (200, {"count": 2})
+    torch.set_num_threads(threads)
+
+
+def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ages = cycle([4e9, 1.0, 1.7e9, 3e9, 2e9])  # seconds since 1970: forth and back by decades
+    monkeypatch.setattr(time, "time", lambda: next(ages))
+    monkeypatch.setattr(time, "time_ns", lambda: int(1e9 * next(ages)))
+    names, x, y = rows(30, 3)
+    with served(tmp_path / "s", limits=Limits(seconds=20.0)) as (port, service):
+        ask = Client(port)
+        for i, (name, a, b) in enumerate(zip(names, x.tolist(), y.tolist(), strict=True)):
+            for taken in (1, 0):  # sent twice
+                sent = {"key": name, "x": a, "y": b, "source": "s", "position": i}
+                assert ask("observe", **sent) == (200, {"taken": taken})
+        assert ask("predict", key=names[0], x=[0.0])[0] == 200
+        assert ask.get("/health")[0] == 200
+        assert 0 <= service.spent < 1e6
+    with Store(tmp_path / "s", MODEL) as store:
+        require_same(store, alone(MODEL, names, x, y))
 
 
 def test_a_disk_that_is_full_is_an_answer_and_the_service_goes_on(tmp_path: Path) -> None:
