@@ -88,10 +88,28 @@ def test_code_of_the_readme_runs_and_its_first_prints_what_stands_below_it(
     assert errors == sorted(errors, reverse=True)
 
 
-def test_files_the_pages_point_to_exist() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} points to {target}"
+def headings(page: Path) -> set[str]:
+    """Where links into a page may point to: its headings, as GitHub and the site name them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_files_and_headings_the_pages_point_to_exist() -> None:
+    for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"):
+        for target, heading in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+            there = page.parent / target if target else page
+            assert there.exists(), f"{page.name} points to {target}"
+            if heading:
+                assert heading in headings(there), f"{page.name} points to #{heading} of {there.name}"
+
+
+OUTSIDE = {"https://docs.ray.io"}  # pages of others; `sphinx-build -b linkcheck` asks for them
+
+
+def test_pages_of_others_are_few_and_known() -> None:
+    found = {link for page in PAGES for link in re.findall(r"\]\((https?:[^)]+)\)", page.read_text())}
+    assert found == OUTSIDE
 
 
 @pytest.mark.skipif(
