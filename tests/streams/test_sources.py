@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -236,6 +237,33 @@ def test_redis_may_be_gone_and_come_back_but_not_begin_anew(
             consume_redis(Consumer(store, "redis"), redis_url, "s", idle=0.0)
         with pytest.raises(BadRowError, match="other at 5-5"):
             consume_redis(Consumer(store, "other"), redis_url, "s", idle=0.0)
+
+
+@needs_redis
+def test_a_redis_that_was_stopped_and_started_again_is_read_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, x, y = rows(20, 3)
+    reports: list[str] = []
+    wait = time.sleep
+    monkeypatch.setattr(sources.time, "sleep", lambda _: wait(0.01))
+    with Store(tmp_path / "s", MODEL) as store:
+        consumer = Consumer(store, "redis", report=reports.append)
+        with redis_server(tmp_path) as url:
+            fill(url, names[:10], x[:10], y[:10])
+            work = Thread(target=consume_redis, args=(consumer, url, "s"),
+                          kwargs={"batch": 4, "stop": lambda: consumer.taken >= 20})  # fmt: skip
+            work.start()
+            while consumer.taken < 10:
+                wait(0.01)
+        while not reports:
+            wait(0.01)
+        with redis_server(tmp_path) as url:
+            fill(url, names[10:], x[10:], y[10:])
+            work.join(60)
+        assert not work.is_alive()
+        assert "does not answer" in reports[0]
+        require_same(store, alone(MODEL, names, x, y))
 
 
 def test_models_of_both_kinds_load_by_folder(tmp_path: Path) -> None:
