@@ -4,7 +4,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import lru_cache
 from math import erfc, exp, lgamma, log, pi
 from statistics import NormalDist
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ Array = NDArray[np.float64]
 DOUBT = 0.3  # of the variance that indicators of equally frequent classes have
 TAILS = 8.0  # degrees of freedom of a number's distribution, at most
 TINY = 1e-300
-TERMS = 24  # of a continued fraction: exact for a hundred degrees of freedom
+TERMS = 20  # of a continued fraction: exact for some dozens of degrees of freedom
 NEAR = 1e-13  # of where a quantile may be: how exactly it is found
 _erfc = np.frompyfunc(erfc, 1, 1)
 
@@ -254,27 +254,27 @@ def _upper(freedom: float) -> float:
 
 def student_cdf(t: Array, freedom: float) -> Array:
     """The distribution function of Student's t: half an incomplete beta function."""
-    a, b, total = freedom / 2, 0.5, np.hypot(t, freedom**0.5)
-    near, far = (t / total) ** 2, (freedom**0.5 / total) ** 2
-    flip = far > (a + 1) / (a + b + 2)  # where the fraction of the other side converges fast
-    front = exp(lgamma(a + b) - lgamma(a) - lgamma(b))
-    made = front * _fraction(*(np.where(flip, *pair) for pair in ((near, far), (far, near), (b, a), (a, b))))
-    tail = np.where(flip, 1 - made, made) / 2
+    a, b, length = freedom / 2, 0.5, np.hypot(t, freedom**0.5)
+    near, far = (t / length) ** 2, (freedom**0.5 / length) ** 2
+    close = far > (a + 1) / (a + b + 2)  # where the fraction of the other side converges fast
+    front = exp(lgamma(a + b) - lgamma(a) - lgamma(b)) / 2
+    tail = np.empty_like(near)
+    tail[~close] = front * _fraction(far[~close], near[~close], a, b)
+    tail[close] = 0.5 - front * _fraction(near[close], far[close], b, a)
     return np.where(t > 0, 1 - tail, tail)
 
 
-def _fraction(x: Array, rest: Array, a: Array, b: Array) -> Array:
+def _fraction(x: Array, rest: Array, a: float, b: float) -> Array:
     """The incomplete beta function by its continued fraction, from the inside out; rest is 1 - x."""
     made = np.zeros_like(x)
-    for m in range(TERMS, 0, -1):
-        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        made = even / (1 + odd / (1 + made))
-    first = -(a + b) * x / (a + 1)
-    return np.asarray(x**a * rest**b / (a * (1 + first / (1 + made))))
+    for m in range(TERMS if len(x) else 0, 0, -1):
+        even = m * (b - m) / ((a + 2 * m - 1) * (a + 2 * m))
+        odd = (a + m) * (a + b + m) / ((a + 2 * m) * (a + 2 * m + 1))
+        made = even * x / (1 - odd * x / (1 + made))
+    return np.asarray(x**a * rest**b / (a * (1 - (a + b) / (a + 1) * x / (1 + made))))
 
 
-@cache
+@lru_cache(64)
 def student_quantile(level: float, freedom: float) -> float:
     """Where the distribution function of Student's t has this level."""
     tail, reach = min(level, 1 - level), np.ones((1, 1))

@@ -20,7 +20,7 @@ from constmem.tabular.answers import (
 ONE = np.ones((1, 1))
 
 
-@pytest.mark.parametrize("freedom", [0.6, 1.5, 3.0, 7.9, TAILS, 90.0])
+@pytest.mark.parametrize("freedom", [0.6, 1.5, 3.0, 7.9, TAILS, 30.0])
 def test_student_s_t_is_scipy_s(freedom: float) -> None:
     law = Answer(0 * ONE, ONE, freedom)
     y = np.concatenate([np.linspace(-40, 40, 401), np.logspace(-9, 300, 40), -np.logspace(-9, 9, 40)])[
