@@ -261,7 +261,7 @@ def student_cdf(t: Array, freedom: float) -> Array:
     tail = np.empty_like(near)
     tail[~close] = front * _fraction(far[~close], near[~close], a, b)
     tail[close] = 0.5 - front * _fraction(near[close], far[close], b, a)
-    return np.where(t > 0, 1 - tail, tail)
+    return np.asarray(np.where(t > 0, 1 - tail, tail))
 
 
 def _fraction(x: Array, rest: Array, a: float, b: float) -> Array:
