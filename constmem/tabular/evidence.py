@@ -15,7 +15,7 @@ from constmem.tabular.kernel import side_by_side, times_upper
 from constmem.tabular.precisions import KERNEL, Array, Factor, Fit, Sums, missed, search, unexplained
 
 PIECE = 512  # rows multiplied at once
-MANY = 256  # rows that are worth inverting the factor for
+MANY = 128  # rows; of more the factor is worth inverting
 SHORT = 1e-6  # of the noise: what float32 may round it by, at most
 
 
@@ -64,22 +64,23 @@ class Posterior:
         Many rows are multiplied by the factor's inverse, in float32 where the variances are still exact to
         `SHORT` of the noise: a row's rounding is that of sums as long as the variances of its weights allow.
         """
-        if len(phi) < MANY:
+        if len(phi) <= MANY:
             made: Tensor = torch.linalg.solve_triangular(self.factor.mT, phi.double(), upper=True, left=False)
             return made
         exact, short, variances = self._inverse
         rows = phi.float()
         longest = float((rows.square() @ variances).max().sqrt())
         if longest * torch.finfo(torch.float32).eps / 2 > SHORT:
-            rows, short = phi.double(), exact
-        return torch.cat(side_by_side(lambda piece: times_upper(piece, short), rows.split(PIECE)))
+            rows, short = phi.double().clone(), exact
+        side_by_side(lambda piece: times_upper(piece, short), rows.split(PIECE))
+        return rows
 
     @cached_property
     def _inverse(self) -> tuple[Float[Tensor, "p p"], Float[Tensor, "p p"], Float[Tensor, " p"]]:
         """The factor's inverse, transposed, in float64 and float32, and the variances of the weights."""
         inverse, failed = lapack.dtrtri(np.asfortranarray(self.factor.numpy()), lower=1)
         assert not failed
-        exact = torch.from_numpy(inverse.T)
+        exact = torch.from_numpy(inverse.T)  # in the order of its rows
         return exact, exact.float(), exact.square().sum(1).float()
 
     def leverage(

@@ -101,11 +101,11 @@ class Features:
     def __call__(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n p"]:
         """Features of rows, in float64."""
         made = x.new_empty(len(x), self.width, dtype=torch.float64)
-        whitener = self._made[2]  # type: ignore[attr-defined]
+        group, whitener = self.groups.get("kernel", slice(0)), self._made[2]  # type: ignore[attr-defined]
 
         def fill(rows: slice) -> None:
-            *others, covariances, trees = self._parts(x[rows])
-            torch.cat([*others, times_upper(covariances, whitener), trees], 1, out=made[rows])
+            torch.cat(self._parts(x[rows]), 1, out=made[rows])
+            times_upper(made[rows, group], whitener)
 
         side_by_side(fill, [slice(start, start + PIECE) for start in range(0, len(x), PIECE)])
         return made

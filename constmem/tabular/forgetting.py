@@ -16,7 +16,7 @@ from constmem.tabular.answers import Answer, Shape
 from constmem.tabular.echo import Echo
 from constmem.tabular.features import Features
 from constmem.tabular.residuals import Residuals
-from constmem.tabular.trace import RECENT, Trace
+from constmem.tabular.trace import RECENT, Asked, Trace, answered
 
 HORIZONS = (100.0, 1000.0, inf)  # half-lives that "auto" mixes
 ECHOES = (10.0, 30.0)  # and those so short that their rows are kept
@@ -114,9 +114,8 @@ class Memory:
 
     def learn(self, x: Float[Tensor, "n d"], y: Float[Tensor, "n k"]) -> None:
         """Take rows, the oldest first; how calls cut them changes no moments, but for rounding."""
-        for rows, targets in zip(
-            *(_cut(t, PIECE if len(self.traces) == 1 else JUDGED) for t in (x, y)), strict=True
-        ):
+        size = PIECE if len(self.traces) == 1 else JUDGED
+        for rows, targets in zip(x.split(size), y.split(size), strict=True):
             if len(self.traces) > 1 and self.seen:
                 self._judge(rows, targets)
             if len(rows) > RECENT // 2 or self._waiting + len(rows) > RECENT:
@@ -180,9 +179,13 @@ class Memory:
         """One answer for each horizon."""
         if self._last is not None and torch.equal(self._last[0], x):
             return self._last[2]
+        asked = [*self._asked()]
+        if len(x) > RECENT:
+            self._last = None
+            return answered(self.features, asked, x)
         phi = self.features(x)
-        found = [trace.answer(phi, recent, y) for trace, recent, y in self._asked()]
-        self._last = (x, phi, found) if len(x) <= RECENT else None
+        found = [trace.answer(phi, recent, y) for trace, recent, y in asked]
+        self._last = x, phi, found
         return found
 
     def frozen(self) -> list[tuple[str, Tensor]]:
@@ -212,7 +215,7 @@ class Memory:
         """The means of each horizon's answer alone: far cheaper."""
         return self.features.predict(x, [trace.weights(recent, y) for trace, recent, y in self._asked()])
 
-    def _asked(self) -> Iterator[tuple[Trace | Echo, Tensor, Tensor]]:
+    def _asked(self) -> Iterator[Asked]:
         """Each trace, and the rows that it has still to fold."""
         for i, trace in enumerate(self.traces):
             if trace.searches:  # of all rows, so that it does not matter which of them wait
@@ -293,7 +296,3 @@ class Memory:
             trace.restore({n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)})
         self.scores, self.seen, self._last = tensors["scores"].numpy().copy(), int(tensors["seen"]), None
         self._y = torch.zeros(RECENT, tensors["0.cross"].shape[-1], dtype=torch.float64)
-
-
-def _cut(t: Tensor, size: int) -> Iterator[Tensor]:
-    return iter(t.split(size))

@@ -15,7 +15,8 @@ from constmem.neural_processes import CMANP
 from constmem.tabular.answers import Answer, Shape
 from constmem.tabular.columns import fold_of
 from constmem.tabular.evidence import at, posterior
-from constmem.tabular.features import Features
+from constmem.tabular.features import PIECE, Features
+from constmem.tabular.kernel import shares, side_by_side
 
 WEIGHTS = "tables"  # that come with the package
 
@@ -107,7 +108,10 @@ class Residuals:
         self, features: Features, x: Float[Tensor, "n d"], phi: Float[Tensor, "n p"], y: Float[Tensor, "n k"]
     ) -> "Residuals":
         """The same, of some rows more."""
-        return replace(self, state=self.state.merge(self._observed(features, x, phi, y)))
+        seen = side_by_side(
+            lambda s: self._observed(features, x[s], phi[s], y[s]), shares(len(x), least=PIECE)
+        )
+        return replace(self, state=reduce(AttentionState.merge, seen, self.state))
 
     def merge(self, other: "Residuals") -> "Residuals":
         """Of the rows of both; they must have been frozen together."""

@@ -1,20 +1,23 @@
 """`Trace`: moments that forget at one rate, and answers that hold for rows not yet folded into them, too."""
 
 from collections import deque
+from collections.abc import Sequence
 from functools import reduce
 from math import inf, isinf
+from typing import Protocol
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from constmem.core.moments import Moments
-from constmem.tabular.answers import Answer
+from constmem.tabular.answers import Answer, concatenated
 from constmem.tabular.evidence import Posterior, at, posterior
 from constmem.tabular.features import PIECE, Features
-from constmem.tabular.kernel import side_by_side
+from constmem.tabular.kernel import shares, side_by_side
 
 RECENT = 128  # rows that may wait; answers correct for them exactly, by a matrix of that size
+ASKED = 256  # rows answered at once
 GROWTH = 0.5  # precisions are searched again when so many more rows have come
 FEW = 128  # ... but not for fewer than these
 LONG = 16.0  # half-lives that count as rows seen, at most: what fades is searched again for ever
@@ -76,10 +79,9 @@ class Trace:
             factor = 0.5 ** (1 / self.half_life)
             weight = factor ** torch.arange(n - 1, -1, -1, dtype=torch.float64)
             state = state.decay(max(factor**n, 1e-300))
-        size = max(PIECE, -(-n // torch.get_num_threads()))
-        parts = [slice(start, start + size) for start in range(0, n, size)]
         sums = side_by_side(
-            lambda s: Moments.observe(phi[s], y[s], None if weight is None else weight[s]), parts
+            lambda s: Moments.observe(phi[s], y[s], None if weight is None else weight[s]),
+            shares(n, least=PIECE),
         )
         self.moments = reduce(Moments.merge, sums, state)
         if self.window is not None:
@@ -140,12 +142,14 @@ class Trace:
         """The answer to rows, given the moments and rows that wait."""
         base, noise, freedom = self._corrected(recent, y)
         whitened = base.whitened(phi)
-        mean, leverage = base.mean(phi), base.leverage(phi, whitened)
-        if len(y):
+        leverage = base.leverage(phi, whitened)
+        if not len(y):
+            mean = base.mean(phi)
+        else:
             shift, less = self._correction.apply(whitened)
             leverage = (leverage - less) * 2.0 ** (len(y) / self.half_life)
             exact = whitened.dtype == torch.float64
-            mean = mean + shift if exact else phi.double() @ self.weights(recent, y)
+            mean = base.mean(phi) + shift if exact else phi @ self.weights(recent, y)
         self._asked = (phi, whitened) if len(phi) <= RECENT else None
         variance = noise * (1 + leverage).clamp(min=LEAST)[:, None]
         return Answer(mean.numpy(), variance.numpy(), freedom)
@@ -217,38 +221,29 @@ class Trace:
 class _Correction:
     """What rows that wait change about the answers of a posterior; grows row by row.
 
-    With whitened rows R and errors e of the posterior's means: the Cholesky factor of I + R R', and that
-    factor's inverse times e.
+    With whitened rows R, errors e of the posterior's means and the Cholesky factor L of I + R R': L⁻¹ R and
+    L⁻¹ e, which is all that answers need.
     """
 
     def __init__(self, width: int) -> None:
         self.count = 0
         self.rows = torch.empty(RECENT, width, dtype=torch.float64)
-        self.factor = torch.zeros(RECENT, RECENT, dtype=torch.float64)
         self.errors = torch.zeros(RECENT, 0, dtype=torch.float64)
+        self._weights: tuple[int, Tensor] | None = None  # changed by so many rows
 
     def extend(self, errors: Float[Tensor, "q k"], whitened: Float[Tensor, "q p"], half_life: float) -> None:
         """Take more rows; later ones count more."""
         had, now = self.count, self.count + len(errors)
         rise = 2.0 ** (torch.arange(had + 1, now + 1, dtype=torch.float64) / (2 * half_life))[:, None]
-        new = self.rows[had:now] = whitened * rise
-        error, inner = errors * rise, torch.eye(now - had, dtype=torch.float64) + new @ new.mT
-        if had:
-            beside = self.solve(self.rows[:had] @ new.mT)  # (had, q)
-            self.factor[had:now, :had] = beside.mT
-            error, inner = error - beside.mT @ self.errors[:had], inner - beside.mT @ beside
-        else:
+        if not had:
             self.errors = torch.empty(RECENT, errors.shape[1], dtype=torch.float64)
-        corner = self.factor[had:now, had:now] = torch.linalg.cholesky(inner)
-        self.errors[had:now] = torch.linalg.solve_triangular(corner, error, upper=False)
+        new, error = whitened * rise, errors * rise
+        across = new @ self.rows[:had].mT  # (q, had)
+        inner = torch.eye(now - had, dtype=torch.float64) + new @ new.mT - across @ across.mT
+        left = torch.cat([new - across @ self.rows[:had], error - across @ self.errors[:had]], 1)
+        solved = torch.linalg.solve_triangular(torch.linalg.cholesky(inner), left, upper=False)
+        self.rows[had:now], self.errors[had:now] = solved.split([new.shape[1], error.shape[1]], 1)
         self.count = now
-
-    def solve(self, across: Float[Tensor, "r n"]) -> Float[Tensor, "r n"]:
-        """The factor's inverse times columns."""
-        made: Tensor = torch.linalg.solve_triangular(
-            self.factor[: self.count, : self.count], across, upper=False
-        )
-        return made
 
     def noise(self, base: Posterior, half_life: float) -> tuple[Tensor, float]:
         """Variance of the noise and degrees of freedom, given the rows, too."""
@@ -260,17 +255,40 @@ class _Correction:
 
     def apply(self, whitened: Float[Tensor, "n p"]) -> tuple[Tensor, Tensor]:
         """Change of the mean, (n, k), and reduction of the leverage, (n,), of whitened rows."""
-        across = self.solve((self.rows[: self.count].to(whitened.dtype) @ whitened.mT).double())
-        return across.mT @ self.errors[: self.count], across.square().sum(0)
+        across = (whitened @ self.rows[: self.count].to(whitened.dtype).mT).double()
+        return across @ self.errors[: self.count], torch.linalg.vecdot(across, across)
 
     def weights(self, base: Posterior) -> Float[Tensor, "p k"]:
         """Change of the weights."""
-        inner = self.factor[: self.count, : self.count].mT
-        pulled = torch.linalg.solve_triangular(inner, self.errors[: self.count], upper=True)
-        made: Tensor = torch.linalg.solve_triangular(
-            base.factor.mT, self.rows[: self.count].mT @ pulled, upper=True
-        )
-        return made
+        if self._weights is None or self._weights[0] != self.count:
+            change = self.rows[: self.count].mT @ self.errors[: self.count]
+            made = torch.linalg.solve_triangular(base.factor.mT, change, upper=True)
+            self._weights = self.count, made
+        return self._weights[1]
+
+
+class Answering(Protocol):
+    """What answers rows, given rows that wait."""
+
+    def answer(self, phi: Tensor, recent: Tensor, y: Tensor) -> Answer: ...
+
+    def weights(self, recent: Tensor, y: Tensor) -> Tensor: ...
+
+
+Asked = tuple[Answering, Tensor, Tensor]  # and the features and targets of rows that wait
+
+
+def answered(features: Features, asked: Sequence[Asked], x: Float[Tensor, "n d"]) -> list[Answer]:
+    """Answers to many rows, piece by piece, so that a piece's features are not sent to memory and back."""
+    for trace, recent, y in asked:
+        trace.weights(recent, y)  # makes what all pieces need, before they are answered side by side
+
+    def answers(rows: Tensor) -> list[Answer]:
+        phi = features(rows)
+        return [trace.answer(phi, recent, y) for trace, recent, y in asked]
+
+    pieces = side_by_side(answers, x.chunk(-(-len(x) // ASKED)))
+    return [concatenated(horizon) for horizon in zip(*pieces, strict=True)]
 
 
 def padded(y: Tensor, targets: int) -> Tensor:

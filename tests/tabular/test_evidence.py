@@ -125,7 +125,7 @@ def test_the_posterior_at_known_precisions_is_the_one_that_was_found() -> None:
 @pytest.mark.parametrize(("alike", "dtype"), [(1.0, torch.float32), (1e-7, torch.float64)])
 def test_variances_of_many_rows_are_those_of_each(alike: float, dtype: torch.dtype) -> None:
     """Of features that are nearly copies float32 would lose the variances, so they are not given to it."""
-    phi, y = data(MANY, noise=1e-3)
+    phi, y = data(MANY + 1, noise=1e-3)
     phi[:, 2:4] = phi[:, 1:2] + alike * phi[:, 2:4]
     found = at(Moments.observe(phi, y), GROUPS, dict.fromkeys(GROUPS, 1e-9), torch.ones(1).double(), 9.0)
     together = found.whitened(phi)

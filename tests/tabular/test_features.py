@@ -9,7 +9,7 @@ from torch import Tensor
 from constmem.tabular import kernel as kernels
 from constmem.tabular.features import Features, grow
 from constmem.tabular.features import leaves as leaves_of
-from constmem.tabular.kernel import Kernel, side_by_side, times_upper
+from constmem.tabular.kernel import Kernel, shares, side_by_side, times_upper
 
 
 def table(n: int = 300, d: int = 4, *, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -102,8 +102,20 @@ def test_inner_products_of_kernel_features_are_the_kernels_at_its_points() -> No
 @pytest.mark.parametrize("n", [0, 1, 33])
 def test_a_product_with_an_upper_triangle_is_the_product(n: int, dtype: torch.dtype) -> None:
     rows, square = (torch.randn(count, 230, generator=random(), dtype=dtype) for count in (n, 230))
-    upper = square.triu()
-    np.testing.assert_allclose(times_upper(rows, upper), rows.numpy() @ upper.numpy(), rtol=1e-3, atol=1e-4)
+    upper, wide = (
+        square.triu(),
+        torch.cat([torch.ones(n, 3, dtype=dtype), rows, torch.ones(n, 2, dtype=dtype)], 1),
+    )
+    times_upper(wide[:, 3:-2], upper)
+    np.testing.assert_allclose(wide[:, 3:-2], rows.numpy() @ upper.numpy(), rtol=1e-3, atol=1e-4)
+    assert bool((wide[:, [0, 1, 2, -2, -1]] == 1.0).all())  # what stands beside them is left alone
+
+
+def test_rows_that_lie_otherwise_are_refused() -> None:
+    upper = torch.eye(4, dtype=torch.float64)
+    for rows in (torch.ones(4, 3, dtype=torch.float64).mT, torch.ones(3, 4)):
+        with pytest.raises(ValueError, match="one precision"):
+            times_upper(rows, upper)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -125,6 +137,20 @@ def test_work_side_by_side_is_in_order_and_leaves_the_numbers_of_threads_alone(t
         torch.set_num_threads(before)
     assert set(inside) == {1}
     assert [info["num_threads"] for info in threadpool_info() if info["user_api"] == "blas"] == blas
+
+
+@pytest.mark.parametrize(
+    ("threads", "count", "wanted"), [(1, 700, [700]), (2, 700, [350, 350]), (2, 150, [100, 50])]
+)
+def test_rows_are_shared_evenly_and_none_is_left_out(threads: int, count: int, wanted: list[int]) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = shares(count, least=100)
+    finally:
+        torch.set_num_threads(before)
+    assert [len(range(count)[part]) for part in found] == wanted
+    assert [part.start for part in found] == [0, *(part.stop for part in found[:-1])]
 
 
 def test_the_kernel_is_the_formula() -> None:
