@@ -18,7 +18,9 @@ default_role = "code"  # one backtick means code, as in Markdown
 autodoc_inherit_docstrings = False  # those of PyTorch are in its own documentation
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+# What classes inherit is on the page, unless it is from these, of others.
+OTHERS = "Module, BaseEstimator, RegressorMixin, ClassifierMixin, _MetadataRequester, BaseException"
+autodoc_default_options = {"members": True, "show-inheritance": True, "inherited-members": OTHERS}
 napoleon_use_rtype = False
 napoleon_attr_annotations = False  # shapes are no markup
 linkcheck_anchors = False
