@@ -12,7 +12,7 @@ import torch
 
 from constmem import PointProcess, cli
 from constmem.data import EventLog, Events, Table
-from constmem.evaluation import next_events
+from constmem.evaluation.runs import next_events
 from constmem.point_processes import Trivial
 from constmem.training import fit_events, fit_table
 

@@ -11,7 +11,8 @@ import torch
 from constmem.data import EventLog, Events
 from constmem.evaluation import pictures
 from constmem.evaluation.pictures import plot_runs
-from constmem.evaluation.runs import evaluate_run, print_runs
+from constmem.evaluation.runs import evaluate_run
+from constmem.evaluation.tables import print_runs
 from constmem.point_processes import CMHP
 from constmem.training import fit_events, fit_file
 from constmem.training.recipes import event_recipe
