@@ -17,7 +17,7 @@ from torch import Tensor
 
 from constmem.core.checks import dense, known
 from constmem.core.files import read_tensors, write_tensors
-from constmem.data.rows import opened
+from constmem.data.rows import read_text
 
 By = Literal["group", "time"]
 KIND, VERSION = "constmem.table", 1
@@ -103,15 +103,16 @@ class Table:
         """
         path = Path(path)
         x, y = ([names] if isinstance(names, str) else list(names) for names in (x, y))
-        with opened(path) as (names, lines):
-            wanted = [*x, *y]
-            places = [_place(name, names, path) for name in wanted]
-            group_place = None if group is None else _place(group, names, path)
-            rows, labels = [], []
-            for where, cells in lines:
-                rows.append([_number(cells[i], f"{where}, column {names[i]!r} of {path}") for i in places])
-                labels.append("" if group_place is None else cells[group_place].strip())
-        _distinct(wanted)
+        names, lines = read_text(path)
+        wanted = [*x, *y]
+        places = [_place(name, names, path) for name in wanted]
+        group_place = None if group is None else _place(group, names, path)
+        rows, labels = [], []
+        for where, cells in lines:
+            rows.append([_number(cells[i], f"{where}, column {names[i]!r} of {path}") for i in places])
+            labels.append("" if group_place is None else cells[group_place].strip())
+        if twice := [name for name in wanted if wanted.count(name) > 1]:
+            raise ValueError(f"the column {twice[0]!r} is asked for twice: a column is an input or an output")
         numbers = torch.tensor(rows, dtype=torch.float64).reshape(-1, len(places))
         order = {label: i for i, label in enumerate(dict.fromkeys(labels))}
         groups = None if group is None else torch.tensor([order[label] for label in labels])
@@ -123,8 +124,7 @@ class Table:
     @staticmethod
     def columns(path: str | os.PathLike[str]) -> list[str]:
         """The names of a file's columns."""
-        with opened(Path(path)) as (names, _):
-            return names
+        return read_text(Path(path))[0]
 
     def __len__(self) -> int:
         return self.x.shape[0]
@@ -252,12 +252,6 @@ def _number(cell: str, where: str) -> float:
     if abs(number) > LARGEST:
         raise ValueError(f"{where} is {cell.strip()}: {TOO_LARGE}")
     return number
-
-
-def _distinct(wanted: list[str]) -> None:
-    twice = {name for name in wanted if wanted.count(name) > 1}
-    if twice:
-        raise ValueError(f"the column {twice.pop()!r} is asked for twice: a column is an input or an output")
 
 
 def _varied(table: Table, names: list[str], path: Path) -> None:

@@ -23,8 +23,8 @@ from constmem.core.files import WEIGHTS, write_text
 from constmem.core.registry import of_events
 from constmem.data import EventLog, Events, simulated
 from constmem.data.catalogue import DATASETS, SECONDS
-from constmem.data.event_files import labelled_sequences
-from constmem.data.rows import NONE, free, writing
+from constmem.data.event_files import NONE, labelled_sequences
+from constmem.data.rows import free, writing
 from constmem.evaluation import PUBLISHED, Scores, evaluate
 from constmem.evaluation.events import EventScores, evaluate_events
 from constmem.evaluation.rows import Row
@@ -236,7 +236,7 @@ def forecast_file(
     named = {**(about.get("columns") or {}), **{k: v for k, v in columns.items() if v is not None}}
     named = {what: named.get(what) for what in ("user", "mark", "time")}
     read = labelled_sequences(path, named, unit, labels=labels)
-    events = read.sequences.events(unit).to(model.device)
+    events = read.events(unit).to(model.device)
     clock = _clock(model, unit) if read.dated else float
     generator = torch.Generator(model.device).manual_seed(seed)
     user, mark, time = (named[what] or what for what in ("user", "mark", "time"))

@@ -10,7 +10,7 @@ import torch
 
 from constmem.core.registry import of_events
 from constmem.data import DATASETS, EventLog, Table
-from constmem.data.rows import NONE
+from constmem.data.event_files import NONE
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
 from constmem.training.folder import RUN, StoppedError, read_run

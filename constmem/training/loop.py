@@ -23,7 +23,7 @@ from constmem.data import EventLog, Table
 from constmem.neural_processes import Scales
 from constmem.neural_processes.points import PointModel
 from constmem.training.folder import CHECKPOINT, Keeper, StoppedError, claimed, describe
-from constmem.training.log import Log, Losses
+from constmem.training.log import Log
 from constmem.training.recipes import SAID_BY_DATA, EventRecipe, PointRecipe, Recipe
 from constmem.training.sources import Source, open_source
 from constmem.training.steps import ByShape, Muon, captured, clipped
@@ -119,16 +119,17 @@ def train(
         stack.enter_context(_threads(model, where))
         report = stack.enter_context(progress(f"{run.dataset}/{run.model}", run.recipe.steps))
         interrupted = stack.enter_context(_interruptible())
-        done, losses, saved = begun, Losses(LOG_EVERY), time.monotonic()
+        done, saved = begun, time.monotonic()
+        losses: list[Tensor] = []  # since they were last read: noting one waits for no device
         while done < last:
-            losses.note(step_of(_rate(run.recipe, done)))
+            losses.append(step_of(_rate(run.recipe, done)).clone())  # a captured step writes over its last
             took_a_step()
             done += 1
             validates = done % every == 0 or done == run.recipe.steps
             if done % LOG_EVERY and done < last and not interrupted and not validates:
                 continue
-            found = losses.read()
-            loss = keeper.last_finite(found, done)
+            loss = keeper.last_finite(torch.stack(losses).tolist(), done)
+            losses.clear()
             log.step(done, loss, _rate(run.recipe, done - 1))
             report(done, f"loss {loss:.3f}")
             if validates:
