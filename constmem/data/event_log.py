@@ -131,15 +131,13 @@ class EventLog:
         )
         return train, validation, test
 
-    def equals(self, other: "EventLog") -> bool:
-        """Whether the events are the same, in the same order, and split alike."""
+    def equals(self, other: object) -> bool:
+        """Whether it is a log of the same events, in the same order, and split alike."""
+        if not isinstance(other, EventLog):
+            return False
         mine, theirs = self._tensors(), other._tensors()
-        same = mine.keys() == theirs.keys() and self.labels == other.labels
-        return (
-            same
-            and self.events.unit == other.events.unit
-            and all(torch.equal(mine[k], theirs[k]) for k in mine)
-        )
+        alike = mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
+        return alike and self.labels == other.labels and self.events.unit == other.events.unit
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the events, atomically, as a safetensors file."""

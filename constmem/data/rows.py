@@ -38,17 +38,16 @@ class CsvFile:
                 )
             tabs = path.suffix.lower() == ".tsv" and "\t" in header
             self.delimiter = "\t" if tabs else max(",;\t", key=header.count)
-            cells = next(csv.reader([header], delimiter=self.delimiter), [])
-            self.names = [name.strip() for name in cells]
+            self.names = next(csv.reader([header], delimiter=self.delimiter), [])
 
     def lines(self, raw: BinaryIO) -> Iterator[tuple[int, list[str]]]:
         """The cells of each row of the opened file, and the number of the line on which it ends."""
         with self._refused(), TextIOWrapper(raw, newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, delimiter=self.delimiter)
-            if [name.strip() for name in next(reader, [])] != self.names:
+            if next(reader, []) != self.names:
                 raise ValueError(f"{self.path}: the names of columns go on in its second line")
             for cells in reader:
-                if len(cells) == len(self.names) or self.names[-1] == OPEN_ENDED:
+                if len(cells) == len(self.names) or self.names[-1].strip() == OPEN_ENDED:
                     yield reader.line_num, cells
                 elif any(cell.strip() for cell in cells):
                     where, count = f"line {reader.line_num} of {self.path}", len(self.names)
@@ -70,7 +69,7 @@ def read_text(path: Path) -> tuple[list[str], Lines]:
         table = parquet_table(path)
         return list(table.column_names), _parquet_rows(table)
     file = CsvFile(path)
-    return file.names, _text_rows(file)
+    return [name.strip() for name in file.names], _text_rows(file)
 
 
 def _text_rows(file: CsvFile) -> Lines:

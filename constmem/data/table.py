@@ -163,8 +163,10 @@ class Table:
         train, validation, test = (self.take(torch.isin(owner, share).nonzero()[:, 0]) for share in shares)
         return train, validation, test
 
-    def equals(self, other: "Table") -> bool:
-        """Whether the rows are the same, in the same order."""
+    def equals(self, other: object) -> bool:
+        """Whether it is a table of the same rows, in the same order."""
+        if not isinstance(other, Table):
+            return False
         mine, theirs = ([t for t in (of.x, of.y, of.groups) if t is not None] for of in (self, other))
         return self.by == other.by and len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
 

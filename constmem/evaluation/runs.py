@@ -21,7 +21,7 @@ from constmem.core import checks
 from constmem.core.costs import Peak, progress
 from constmem.core.files import WEIGHTS, write_text
 from constmem.core.registry import of_events
-from constmem.data import EventLog, Events, simulated
+from constmem.data import EventLog, Events, Table, simulated
 from constmem.data.catalogue import DATASETS, SECONDS
 from constmem.data.event_files import NONE, labelled_sequences
 from constmem.data.rows import free, writing
@@ -57,20 +57,22 @@ _log = logging.getLogger("constmem")
 
 
 class Opened(NamedTuple):
-    """A run's settings, its model and its data."""
+    """A run's folder, its settings, its model, its data, and the rows or events if they are one's own."""
 
+    folder: Path
     run: dict[str, Any]
     model: Any
     source: Source[Any]
+    own: Table | EventLog | None
 
 
 def open_run(folder: Path, *, data_dir: Path | None, device: torch.device) -> Opened:
     """The run in a folder, with its model on a device."""
-    run = read_run(folder)["run"]
+    run, own = read_run(folder)["run"], own_data(folder)
     recipe = read_recipe(run["recipe"])
-    source = open_source(run["dataset"], recipe, data_dir=data_dir, device=device, own=own_data(folder))
+    source = open_source(run["dataset"], recipe, data_dir=data_dir, device=device, own=own)
     family: Any = PointProcess if of_events(run["model"]) else NeuralProcess
-    return Opened(run, family.from_pretrained(folder, device=device), source)
+    return Opened(folder, run, family.from_pretrained(folder, device=device), source, own)
 
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:
@@ -92,7 +94,7 @@ def evaluate_runs(folders: Sequence[Path], *, data_dir: Path | None, device: str
 def evaluate_run(folder: Path, *, data_dir: Path | None, device: str) -> Row:
     """Score a run on its test sets and write the row to its eval.json."""
     about, where = read_run(folder), checks.device(device)
-    run, model, source = open_run(folder, data_dir=data_dir, device=where)
+    _, run, model, source, _ = open_run(folder, data_dir=data_dir, device=where)
     metrics = metrics_of(folder)
     peak = Peak(where)
     scores = _scored(model, source, f"scoring {folder}")
