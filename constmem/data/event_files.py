@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from constmem.core.checks import known
 from constmem.data.packs import Array
-from constmem.data.rows import is_number, moment, parquet_file, parquet_table, read_text
+from constmem.data.rows import is_number, moment, parquet_file, parquet_table, place_of, read_text
 from constmem.point_processes.events import Events
 
 File = str | os.PathLike[str]
@@ -179,33 +178,23 @@ def read_rows(path: Path, columns: Columns) -> Iterator[Row]:
         yield row
 
 
-def _places(path: Path, names: Sequence[str], columns: Columns) -> list[int | None]:
+def _places(path: Path, names: list[str], columns: Columns) -> list[int | None]:
     """Where user, mark and time are; None for what there is not."""
-    if not any(names):
-        raise ValueError(f"{path} is empty, or its first line is: that line names the columns")
-    lower = [name.strip().lower() for name in names]
+    lower = [name.lower() for name in names]
     places: list[int | None] = []
     for what, spellings in COLUMNS.items():
-        asked = columns.get(what)
-        if asked == NONE and what != "time":
+        asked, optional = columns.get(what), what != "time"
+        if asked == NONE and optional:
             places.append(None)
             continue
-        found = [lower.index(spelling) for spelling in spellings if spelling in lower]
-        if asked is not None:
-            found = [list(names).index(known(f"column of {path}", asked, names))]
-        if not found:
-            none = f", or --{what} {NONE} if there is none" if what != "time" else ""
+        found = [names[lower.index(spelling)] for spelling in spellings if spelling in lower]
+        if asked is None and any(names) and not found:
+            none = f", or --{what} {NONE} if there is none" if optional else ""
             raise ValueError(
                 f"{path} names no column of the {what} ({', '.join(spellings)}), but "
                 f"{', '.join(names)[:120]}: say which it is, --{what} NAME{none}"
             )
-        name = names[found[0]]
-        if list(names).count(name) > 1:
-            raise ValueError(
-                f"{list(names).count(name)} columns are called {name!r}, and {path} does not say which holds "
-                f"the {what}: rename one"
-            )
-        places.append(found[0])
+        places.append(place_of(asked or next(iter(found), what), names, path))
     return places
 
 

@@ -72,6 +72,19 @@ def read_text(path: Path) -> tuple[list[str], Lines]:
     return [name.strip() for name in file.names], _text_rows(file)
 
 
+def place_of(name: str, names: list[str], path: Path) -> int:
+    """Which column of a file is called so; refused where none or several are."""
+    if not any(names):
+        raise ValueError(f"{path} is empty, or its first line is: that line names the columns")
+    try:
+        place = names.index(known("column", name, names))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if names.count(name) > 1:
+        raise ValueError(f"{path} has {names.count(name)} columns {name!r}: give each a name of its own")
+    return place
+
+
 def _text_rows(file: CsvFile) -> Lines:
     with file.path.open("rb") as raw:
         for number, cells in file.lines(raw):

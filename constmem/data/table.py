@@ -17,7 +17,7 @@ from torch import Tensor
 
 from constmem.core.checks import dense, known
 from constmem.core.files import read_tensors, write_tensors
-from constmem.data.rows import read_text
+from constmem.data.rows import place_of, read_text
 
 By = Literal["group", "time"]
 KIND, VERSION = "constmem.table", 1
@@ -105,8 +105,8 @@ class Table:
         x, y = ([names] if isinstance(names, str) else list(names) for names in (x, y))
         names, lines = read_text(path)
         wanted = [*x, *y]
-        places = [_place(name, names, path) for name in wanted]
-        group_place = None if group is None else _place(group, names, path)
+        places = [place_of(name, names, path) for name in wanted]
+        group_place = None if group is None else place_of(group, names, path)
         rows, labels = [], []
         for where, cells in lines:
             rows.append([_number(cells[i], f"{where}, column {names[i]!r} of {path}") for i in places])
@@ -229,18 +229,6 @@ def _converted(side: str, array: Any) -> Any:
         if not isinstance(value, int | float | np.number) or isinstance(value, np.timedelta64):
             raise ValueError(f"{side}[{', '.join(map(str, place))}] is {str(value)[:60]!r}: {NO_NUMBER}")
     return array.astype(np.float64)
-
-
-def _place(name: str, names: list[str], path: Path) -> int:
-    if not any(names):
-        raise ValueError(f"{path} is empty, or its first line is: that line names the columns")
-    try:
-        place = names.index(known("column", name, names))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    if names.count(name) > 1:
-        raise ValueError(f"{path} has {names.count(name)} columns {name!r}: give each a name of its own")
-    return place
 
 
 def _number(cell: str, where: str) -> float:

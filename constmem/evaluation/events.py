@@ -10,7 +10,7 @@ from math import exp, isnan, nan, pi, sqrt
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from constmem.core import checks
@@ -252,14 +252,11 @@ def _hits(part: Events, scored: Bool[Tensor, "b t"], forecast: Forecast) -> dict
     true = part.marks[known]
     counts = {"known": known.sum().double()}
     for suffix, gap in (("", None), ("_given_gap", part.gaps)):
-        best = _likeliest(forecast.mark_logits(gap), known)
+        logits = forecast.mark_logits(gap)[known]
+        best = logits.topk(min(5, logits.shape[-1]), -1).indices
         counts[f"accuracy{suffix}"] = (best[:, 0] == true).sum().double()
         counts[f"top5{suffix}"] = (best == true[:, None]).any(-1).sum().double()
     return counts
-
-
-def _likeliest(logits: Float[Tensor, "b t marks"], known: Bool[Tensor, "b t"]) -> Int64[Tensor, "n five"]:
-    return logits[known].topk(min(5, logits.shape[-1]), -1).indices
 
 
 def _coverage(rescaled: Float64[Tensor, " n"]) -> dict[str, float]:
