@@ -7,8 +7,8 @@ import record
 
 from constmem.core.registry import title_of as model_name
 from constmem.data.catalogue import title_of
-from constmem.evaluation.entries import compare
-from constmem.evaluation.rows import Figure, typed_rows
+from constmem.evaluation import Figure
+from constmem.evaluation.rows import Entry, compare, typed_rows
 
 REAL = ("taxi", "mooc", "reddit", "wiki", "taobao")
 MB = 1e6
@@ -23,21 +23,22 @@ def content(name: str) -> dict[str, Any]:
 def summary() -> str:
     """NLL and accuracy of every model by each recipe on every data set that was not simulated."""
     found = {
-        (entry.place[3:5], entry.recipe == "faithful", entry.model, dataset): entry
+        (entry.place[3:5], entry.first.recipe == "faithful", entry.first.model, dataset): entry
         for dataset in REAL
         for entry in compare(typed_rows(content(dataset)["rows"], dataset))
     }
     lines = [f"| NLL, accuracy | {' | '.join(title_of(dataset) for dataset in REAL)} |"]
     lines.append("|---" * (1 + len(REAL)) + "|")
     for own in sorted({key[:3] for key in found}):
-        cells = (_both(found[*own, name].scores["test"]) if (*own, name) in found else "" for name in REAL)
+        cells = (_both(found[*own, name]) if (*own, name) in found else "" for name in REAL)
         recipe = ", faithful recipe" if own[1] else ""
         lines.append(f"| {model_name(own[2])}{recipe} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _both(scores: dict[str, Figure]) -> str:
-    return f"{scores['nll'].text(3)}, {Figure(scores['accuracy'].mean, None).text(1, percent=True)}"
+def _both(entry: Entry) -> str:
+    nll, accuracy = (entry.figure("test", key) for key in ("nll", "accuracy"))
+    return f"{nll.text(3)}, {Figure(accuracy.mean, None).text(1, percent=True)}"
 
 
 def ablation(dataset: str) -> str:

@@ -22,8 +22,7 @@ import prediction_tables
 from constmem.core.files import write_text
 from constmem.core.registry import title_of as model_name
 from constmem.data.catalogue import EVENTS, title_of
-from constmem.evaluation.entries import compare
-from constmem.evaluation.rows import typed_rows
+from constmem.evaluation.rows import compare, typed_rows
 from constmem.evaluation.tables import markdown
 
 ROOT = Path(__file__).parents[1]
@@ -93,10 +92,13 @@ def _quality() -> str:
     parts = []
     for dataset in ("emnist", "celeba32", "celeba128"):
         wanted = ("cmanp", "improved")
-        (entry,) = (e for e in compare(typed_rows(rows(dataset), dataset)) if (e.model, e.recipe) == wanted)
-        for name, published in entry.published.items():
+        entries = compare(typed_rows(rows(dataset), dataset))
+        (entry,) = (e for e in entries if (e.first.model, e.first.recipe) == wanted)
+        for name, published in entry.first.published.items():
             of = "" if name == "test" else f"{name} classes, "
-            parts.append(f"{entry.by_batch[name].mean:.2f} ({of}published {published:.2f})")
+            parts.append(
+                f"{entry.figure(name, 'log_likelihood_by_batch').mean:.2f} ({of}published {published:.2f})"
+            )
     return (
         f"CMANP's log-likelihood a pixel: EMNIST {parts[0]} and {parts[1]}; a seventh of CelebA's faces at "
         f"32x32 {parts[2]}; an eighteenth of them at 128x128 {parts[3]}."

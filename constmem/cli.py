@@ -142,7 +142,8 @@ def evaluate(
     Runs that differ by seed alone are also given as the mean ± standard deviation over their seeds.
     """
     from constmem.evaluation.rows import json_text
-    from constmem.evaluation.runs import evaluate_runs, over_seeds, print_runs
+    from constmem.evaluation.runs import evaluate_runs
+    from constmem.evaluation.tables import over_seeds, print_runs
 
     found = evaluate_runs(runs, data_dir=data_dir, device=device)
     if as_json:
@@ -205,7 +206,7 @@ def forecast(
     constmem forecast runs/visits-cmhp-0 visits.csv --out next.csv
     """
     from constmem.core.costs import counted
-    from constmem.evaluation import forecast_file
+    from constmem.evaluation.runs import forecast_file
 
     columns = {"user": user, "mark": mark, "time": time}
     with counted(f"forecasting {events}") as report:

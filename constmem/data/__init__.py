@@ -8,11 +8,11 @@ if TYPE_CHECKING:
     from constmem.data.catalogue import PACKS as PACKS
     from constmem.data.catalogue import DataSet as DataSet
     from constmem.data.catalogue import Pack as Pack
-    from constmem.data.event_files import load_events as load_events
     from constmem.data.event_files import read_easytpp as read_easytpp
     from constmem.data.event_files import read_event_csv as read_event_csv
     from constmem.data.event_files import read_event_parquet as read_event_parquet
     from constmem.data.event_log import EventLog as EventLog
+    from constmem.data.event_log import load_events as load_events
     from constmem.data.gp import GaussianProcess as GaussianProcess
     from constmem.data.gp import Kernel as Kernel
     from constmem.data.gp import draw_gp as draw_gp
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "constmem.data.catalogue": ("DATASETS", "PACKS", "DataSet", "Pack"),
-    "constmem.data.event_files": ("load_events", "read_easytpp", "read_event_csv", "read_event_parquet"),
-    "constmem.data.event_log": ("EventLog",),
+    "constmem.data.event_files": ("read_easytpp", "read_event_csv", "read_event_parquet"),
+    "constmem.data.event_log": ("EventLog", "load_events"),
     "constmem.data.gp": (
         "GaussianProcess",
         "Kernel",

@@ -1,25 +1,30 @@
-"""Event sequences from files in public layouts: packs, EasyTPP's records, JODIE's rows."""
+"""Event sequences from files in public layouts: EasyTPP's records, JODIE's rows."""
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from constmem.core.checks import known
-from constmem.data.catalogue import DATASETS, EVENT_KEYS, EVENT_SPLITS
-from constmem.data.packs import Array, Folder, data_folder, find_pack, read_pack
-from constmem.data.rows import NONE, Columns, Row, is_number, moment, parquet_file, parquet_table, read_rows
+from constmem.data.packs import Array
+from constmem.data.rows import is_number, moment, parquet_file, parquet_table, place_of, read_text
 from constmem.point_processes.events import Events
 
 File = str | os.PathLike[str]
-Split = Literal["train", "validation", "test"]
 RECORD = ("time_since_start", "type_event")  # of EasyTPP
 MOST_MARKS = 10_000_000
+Columns = Mapping[str, str | None]
+COLUMNS = {  # of the JODIE layout, and what else they are called
+    "user": ("user_id", "user", "userid", "u"),
+    "mark": ("item_id", "mark", "item", "itemid", "type", "event_type", "i"),
+    "time": ("timestamp", "time", "ts", "t"),
+}
+NONE = "-"  # instead of a column's name: there is no such column
 
 
 @dataclass(frozen=True)
@@ -29,60 +34,22 @@ class Sequences:
     Attributes:
         times, marks: one array for each sequence; a mark of -1 is unknown.
         num_marks: how many kinds there are.
+        users, labels: whose the sequences are, and what the marks are called by their numbers, if known.
+        dated: whether times are dates in the file.
+        unknown: how many events have a mark that is none of the labels.
     """
 
     times: list[Array]
     marks: list[Array]
     num_marks: int
+    users: list[str] = field(default_factory=list)
+    labels: list[str] | None = None
+    dated: bool = False
+    unknown: int = 0
 
     def events(self, unit: str) -> Events:
         """As one padded batch; watches begin with their first events, and when they end is not known."""
         return Events.from_arrival_times(self.times, marks=self.marks, unit=unit, num_marks=self.num_marks)
-
-
-def load_events(name: str, *, data_dir: Folder = None, split: Split = "train") -> Events:
-    """A split of a prepared data set: taxi, taobao, mooc, reddit, wiki, or your own `events_NAME.npz`.
-
-    Args:
-        name: of the data set.
-        data_dir: folder of the packs; else CONSTMEM_DATA, else ~/.local/share/constmem.
-        split: "train", "validation" or "test".
-    """
-    known("split", split, EVENT_SPLITS)
-    packs = {entry.name: entry.pack for entry in DATASETS.values() if entry.kind == "events" and entry.pack}
-    for path in data_folder(data_dir).glob("events_*.npz"):
-        if path.stem not in packs.values():
-            packs[path.stem.removeprefix("events_")] = path.stem
-    path = find_pack(packs[known("event data set", name, packs)], data_dir)
-    sequences, splits, unit = read_event_pack(path)
-    chosen = np.flatnonzero(splits == EVENT_SPLITS.index(split))
-    times, marks = ([rows[k] for k in chosen] for rows in (sequences.times, sequences.marks))
-    try:
-        return Sequences(times, marks, sequences.num_marks).events(unit)
-    except ValueError as error:
-        raise ValueError(f"the {split} split of {path} is not sound: {error}") from error
-
-
-def read_event_pack(path: Path) -> tuple[Sequences, Array, str]:
-    """All sequences of a pack, the split of each, and the unit; refused where its arrays do not fit."""
-    pack = read_pack(path, EVENT_KEYS)
-    offsets, split, times, marks = (pack[key] for key in ("offsets", "split", "times", "marks"))
-    sound = (
-        offsets.ndim == split.ndim == times.ndim == marks.ndim == 1
-        and len(offsets) == len(split) + 1
-        and offsets[0] == 0
-        and (np.diff(offsets) > 0).all()
-        and offsets[-1] == len(times) == len(marks)
-        and np.isin(split, (0, 1, 2)).all()
-        and pack["num_marks"].size == pack["unit"].size == 1
-    )
-    if not sound:
-        raise ValueError(
-            f"the offsets and splits of {path} do not fit its {times.size:,} times and {marks.size:,} marks, "
-            "or a sequence is empty: prepare it again"
-        )
-    rows = [np.split(whole, offsets[1:-1]) for whole in (times, marks)]
-    return Sequences(rows[0], rows[1], int(pack["num_marks"])), split, str(pack["unit"])
 
 
 def read_easytpp(path: File, *, unit: str) -> Events:
@@ -182,40 +149,70 @@ def _numbers(values: Any, where: str) -> Array:
 # Rows of events
 
 
+class Row(NamedTuple):
+    """One event as it is written in a file, and where."""
+
+    where: str
+    user: str
+    mark: str
+    time: str
+
+
+def read_rows(path: Path, columns: Columns) -> Iterator[Row]:
+    """The rows of a CSV or Parquet file; each says whose event it is, if there are users."""
+    names, lines = read_text(path)
+    places = _places(path, names, columns)
+    least = 1 + max(place for place in places if place is not None)
+    for line, cells in lines:
+        if len(cells) < least:
+            raise ValueError(
+                f"{line} of {path} has {len(cells)} cells, but {least} or more are needed: the file "
+                "is cut short or of another format"
+            )
+        row = Row(f"{line} of {path}", *("" if i is None else cells[i].strip() for i in places))
+        if not row.user and columns.get("user") != NONE:
+            raise ValueError(
+                f"{row.where} does not say whose event it is: name the user, leave the row out, or make "
+                f"one sequence of all rows (--user {NONE})"
+            )
+        yield row
+
+
+def _places(path: Path, names: list[str], columns: Columns) -> list[int | None]:
+    """Where user, mark and time are; None for what there is not."""
+    lower = [name.lower() for name in names]
+    places: list[int | None] = []
+    for what, spellings in COLUMNS.items():
+        asked, optional = columns.get(what), what != "time"
+        if asked == NONE and optional:
+            places.append(None)
+            continue
+        found = [names[lower.index(spelling)] for spelling in spellings if spelling in lower]
+        if asked is None and any(names) and not found:
+            none = f", or --{what} {NONE} if there is none" if optional else ""
+            raise ValueError(
+                f"{path} names no column of the {what} ({', '.join(spellings)}), but "
+                f"{', '.join(names)[:120]}: say which it is, --{what} NAME{none}"
+            )
+        places.append(place_of(asked or next(iter(found), what), names, path))
+    return places
+
+
 def numbered_sequences(path: Path, *, by: str = "user", num_marks: int | None = None) -> Sequences:
     """Rows in the JODIE layout, with whole numbers as marks; by item, items are sequences and users marks."""
     rows = read_rows(path, {})
     if by == "item":
         rows = (Row(row.where, row.mark, row.user, row.time) for row in rows)
-    found = _grouped(path, rows, "second")
-    kinds = [np.array([_whole(mark, where) for where, mark in row], np.int64) for row in found.marks]
+    times, marks, _ = _grouped(path, rows, "second")
+    kinds = [np.array([_whole(mark, where) for where, mark in own], np.int64) for own in marks.values()]
     largest = max(int(kind.max()) for kind in kinds)
-    return Sequences(
-        found.times, kinds, num_marks or number_of_marks(max(largest + 1, 1), f"the marks of {path}")
-    )
-
-
-@dataclass(frozen=True)
-class Labelled:
-    """Sequences of a file, and how things are called in it.
-
-    Attributes:
-        labels: what the marks are called, by their numbers.
-        users: whose the sequences are.
-        dated: whether times are dates.
-        unknown: how many events have a mark that is none of the labels.
-    """
-
-    sequences: Sequences
-    labels: list[str]
-    users: list[str]
-    dated: bool
-    unknown: int
+    count = num_marks or number_of_marks(max(largest + 1, 1), f"the marks of {path}")
+    return Sequences([np.array(own) for own in times.values()], kinds, count)
 
 
 def labelled_sequences(
     path: Path, columns: Columns, unit: str, *, labels: Sequence[str] | None = None
-) -> Labelled:
+) -> Sequences:
     """The events of a file, those of each user together, and what the marks are called in it.
 
     Args:
@@ -224,29 +221,21 @@ def labelled_sequences(
         unit: of times that are numbers; what dates are to be counted in.
         labels: what marks are called where that is known already; others are unknown. None: as in the file.
     """
-    found = _grouped(path, read_rows(path, columns), unit)
+    times, marks, dated = _grouped(path, read_rows(path, columns), unit)
+    given = Counter(mark for own in marks.values() for _, mark in own if mark)
     if labels is None:
-        marked = columns.get("mark") != NONE
-        given = {mark for row in found.marks for _, mark in row if mark} if marked else set()
-        labels = sorted(given, key=_order) or [""]
+        labels = sorted(given if columns.get("mark") != NONE else (), key=_order) or [""]
     number = {label: i for i, label in enumerate(labels)}
-    kinds = [np.array([number.get(mark, -1) for _, mark in row], np.int64) for row in found.marks]
-    unknown = sum(mark != "" and mark not in number for row in found.marks for _, mark in row)
-    return Labelled(
-        Sequences(found.times, kinds, len(labels)), list(labels), found.users, found.dated, unknown
-    )
+    kinds = [np.array([number.get(mark, -1) for _, mark in own], np.int64) for own in marks.values()]
+    unknown = sum(count for mark, count in given.items() if mark not in number)
+    found = [np.array(own) for own in times.values()]
+    return Sequences(found, kinds, len(labels), list(times), list(labels), dated, unknown)
 
 
-class _Grouped(NamedTuple):
-    """Users in the order of their first rows, times of their events, and marks with where they are."""
-
-    users: list[str]
-    times: list[Array]
-    marks: list[list[tuple[str, str]]]
-    dated: bool
-
-
-def _grouped(path: Path, rows: Iterable[Row], unit: str) -> _Grouped:
+def _grouped(
+    path: Path, rows: Iterable[Row], unit: str
+) -> tuple[dict[str, list[float]], dict[str, list[tuple[str, str]]], bool]:
+    """Times by user in the order of their first rows, marks and where they are, whether times are dates."""
     times: dict[str, list[float]] = {}
     marks: dict[str, list[tuple[str, str]]] = {}
     first: Row | None = None
@@ -268,8 +257,7 @@ def _grouped(path: Path, rows: Iterable[Row], unit: str) -> _Grouped:
         marks.setdefault(row.user, []).append((row.where, row.mark))
     if first is None:
         raise ValueError(f"{path} has a header but no events: a row for each event is needed")
-    dated = not is_number(first.time)
-    return _Grouped(list(times), [np.array(row) for row in times.values()], list(marks.values()), dated)
+    return times, marks, not is_number(first.time)
 
 
 def _whole(mark: str, where: str) -> int:

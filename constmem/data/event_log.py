@@ -7,20 +7,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
 from constmem.core.checks import known
 from constmem.core.files import read_tensors, write_tensors
-from constmem.data.catalogue import EVENT_SPLITS, SECONDS
-from constmem.data.event_files import easytpp_sequences, has_records, labelled_sequences, read_event_pack
+from constmem.data.catalogue import DATASETS, EVENT_KEYS, EVENT_SPLITS, SECONDS
+from constmem.data.event_files import Sequences, easytpp_sequences, has_records, labelled_sequences
+from constmem.data.packs import Array, Folder, data_folder, find_pack, read_pack
 from constmem.data.rows import moment
 from constmem.point_processes.events import Events
 
 KIND, VERSION = "constmem.event_log", 1
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".npz")
 By = Literal["sequence", "time"]
+Split = Literal["train", "validation", "test"]
 LEAST = 5  # sequences that can be split
 _SPLITS = torch.arange(len(EVENT_SPLITS))
 
@@ -97,14 +100,10 @@ class EventLog:
         if path.suffix == ".npz":
             return _read_pack(path, unit, end, by)
         unit = unit or "second"
-        labels: Sequence[str] | None = None
-        if path.suffix in (".json", ".jsonl") or (path.suffix == ".parquet" and has_records(path)):
-            sequences = easytpp_sequences(path)
-        else:
-            read = labelled_sequences(path, given, unit)
-            sequences, labels = read.sequences, read.labels
-        events = _until(sequences.events(unit), end, f"--end of {path}")
-        return EventLog.of(events, by=by, labels=labels, name=path.name)
+        recorded = path.suffix in (".json", ".jsonl") or (path.suffix == ".parquet" and has_records(path))
+        read = easytpp_sequences(path) if recorded else labelled_sequences(path, given, unit)
+        events = _until(read.events(unit), end, f"--end of {path}")
+        return EventLog.of(events, by=by, labels=read.labels, name=path.name)
 
     def __len__(self) -> int:
         return len(self.events)
@@ -132,15 +131,13 @@ class EventLog:
         )
         return train, validation, test
 
-    def equals(self, other: "EventLog") -> bool:
-        """Whether the events are the same, in the same order, and split alike."""
+    def equals(self, other: object) -> bool:
+        """Whether it is a log of the same events, in the same order, and split alike."""
+        if not isinstance(other, EventLog):
+            return False
         mine, theirs = self._tensors(), other._tensors()
-        same = mine.keys() == theirs.keys() and self.labels == other.labels
-        return (
-            same
-            and self.events.unit == other.events.unit
-            and all(torch.equal(mine[k], theirs[k]) for k in mine)
-        )
+        alike = mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
+        return alike and self.labels == other.labels and self.events.unit == other.events.unit
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the events, atomically, as a safetensors file."""
@@ -210,6 +207,51 @@ def _until(events: Events, end: str | None, where: str) -> Events:
     if at < last:
         raise ValueError(f"{where} is {end}, but there are events up to {last}: it ended after those")
     return replace(events, t_end=torch.full_like(events.t_start, at))
+
+
+def load_events(name: str, *, data_dir: Folder = None, split: Split = "train") -> Events:
+    """A split of a prepared data set: taxi, taobao, mooc, reddit, wiki, or your own `events_NAME.npz`.
+
+    Args:
+        name: of the data set.
+        data_dir: folder of the packs; else CONSTMEM_DATA, else ~/.local/share/constmem.
+        split: "train", "validation" or "test".
+    """
+    known("split", split, EVENT_SPLITS)
+    packs = {entry.name: entry.pack for entry in DATASETS.values() if entry.kind == "events" and entry.pack}
+    for path in data_folder(data_dir).glob("events_*.npz"):
+        if path.stem not in packs.values():
+            packs[path.stem.removeprefix("events_")] = path.stem
+    path = find_pack(packs[known("event data set", name, packs)], data_dir)
+    sequences, splits, unit = read_event_pack(path)
+    chosen = np.flatnonzero(splits == EVENT_SPLITS.index(split))
+    times, marks = ([rows[k] for k in chosen] for rows in (sequences.times, sequences.marks))
+    try:
+        return Sequences(times, marks, sequences.num_marks).events(unit)
+    except ValueError as error:
+        raise ValueError(f"the {split} split of {path} is not sound: {error}") from error
+
+
+def read_event_pack(path: Path) -> tuple[Sequences, Array, str]:
+    """All sequences of a pack, the split of each, and the unit; refused where its arrays do not fit."""
+    pack = read_pack(path, EVENT_KEYS)
+    offsets, split, times, marks = (pack[key] for key in ("offsets", "split", "times", "marks"))
+    sound = (
+        offsets.ndim == split.ndim == times.ndim == marks.ndim == 1
+        and len(offsets) == len(split) + 1
+        and offsets[0] == 0
+        and (np.diff(offsets) > 0).all()
+        and offsets[-1] == len(times) == len(marks)
+        and np.isin(split, (0, 1, 2)).all()
+        and pack["num_marks"].size == pack["unit"].size == 1
+    )
+    if not sound:
+        raise ValueError(
+            f"the offsets and splits of {path} do not fit its {times.size:,} times and {marks.size:,} marks, "
+            "or a sequence is empty: prepare it again"
+        )
+    rows = [np.split(whole, offsets[1:-1]) for whole in (times, marks)]
+    return Sequences(rows[0], rows[1], int(pack["num_marks"])), split, str(pack["unit"])
 
 
 def _read_pack(path: Path, unit: str | None, end: str | None, by: By) -> EventLog:

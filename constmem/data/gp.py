@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributions import Normal
 
 from constmem.core import checks
+from constmem.core.checks import known
 from constmem.data.task import Task, draw_counts, draw_sizes, draw_split, first
 
 Kernel = Literal["rbf", "matern", "periodic"]
@@ -51,7 +52,7 @@ class GaussianProcess:
     noise: float = NOISE
 
     def __post_init__(self) -> None:
-        _require_kernel(self.kernel)
+        known("kernel", self.kernel, get_args(Kernel))
         if (self.kernel == "periodic") != (self.period is not None):
             raise ValueError(
                 f"kernel is {self.kernel!r} and period {'given' if self.period is not None else 'None'}: "
@@ -121,7 +122,7 @@ def draw_gp(
 ) -> GaussianProcess:
     """A batch of processes with hyper-parameters drawn by the protocol, on the generator's device."""
     checks.positive("batch", batch)
-    _require_kernel(kernel)
+    known("kernel", kernel, get_args(Kernel))
     length = _uniform(LENGTH, (batch,), generator)
     scale = _uniform(SCALE, (batch,), generator)
     period = _uniform(PERIOD, (batch,), generator) if kernel == "periodic" else None
@@ -188,7 +189,7 @@ def gp_evaluation_tasks(
     """A fixed evaluation set: the same tasks for the same seed, drawn on the CPU; move them with `.to`."""
     checks.positive("num_batches", num_batches)
     checks.positive("batch", batch)
-    _require_kernel(kernel)
+    known("kernel", kernel, get_args(Kernel))
     generator = torch.Generator().manual_seed(seed)
     return (
         gp_tasks(batch, kernel=kernel, generator=generator, max_points=max_points) for _ in range(num_batches)
@@ -206,8 +207,3 @@ def _uniform(bounds: tuple[float, float], shape: tuple[int, ...], generator: tor
     low, high = bounds
     u = torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float64)
     return low + (high - low) * u
-
-
-def _require_kernel(kernel: str) -> None:
-    if kernel not in get_args(Kernel):
-        raise ValueError(f"kernel must be one of {', '.join(get_args(Kernel))}, not {kernel!r}")

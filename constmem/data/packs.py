@@ -58,12 +58,9 @@ def find_pack(name: str, data_dir: Folder = None) -> Path:
     path = folder / f"{name}.npz"
     if path.is_file():
         return path
-    if data_dir:
-        origin = "given as data_dir"
-    elif os.environ.get("CONSTMEM_DATA"):
-        origin = "named by CONSTMEM_DATA"
-    else:
-        origin = "the default, as neither data_dir nor CONSTMEM_DATA is set"
+    named = "named by CONSTMEM_DATA" if os.environ.get("CONSTMEM_DATA") else None
+    default = "the default, as neither data_dir nor CONSTMEM_DATA is set"
+    origin = "given as data_dir" if data_dir else named or default
     raise MissingDataError(
         f"the data set {name!r} is missing: there is no {path.name} in {folder} ({origin}"
         f"{'' if folder.is_dir() else '; the folder does not exist'}). To get it, {PACKS[name].get}; "

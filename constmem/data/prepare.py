@@ -124,8 +124,8 @@ def prepare_jodie(name: str, source: Source, data_dir: Folder = None, *, replace
     count = len(kept.times)
     split = np.repeat((0, 1, 2), np.diff((0, 3 * count // 5, 4 * count // 5, count)))
     sentence = f"prepared from {path.name} of the JODIE collection: {account}; split 60/20/20 by file order"
-    pack = _free(data_folder(data_dir) / f"{plan.pack}.npz", split, replace=replace)
-    return _write(kept, split, "second", pack, sentence, [path])
+    pack = data_folder(data_dir) / f"{plan.pack}.npz"
+    return _write(kept, split, "second", pack, sentence, [path], replace=replace)
 
 
 def prepare_easytpp(
@@ -165,13 +165,8 @@ def prepare_easytpp(
     split = np.repeat((0, 1, 2), [len(part.times) for part in parts])
     sentence = f"prepared from EasyTPP's files of {name}, all events, its own splits"
     joined = Sequences(times, marks, parts[0].num_marks)
-    pack = _free(data_folder(data_dir) / f"events_{name}.npz", split, replace=replace)
-    return _write(joined, split, unit, pack, sentence, paths)
-
-
-def _free(path: Path, split: Array, *, replace: bool) -> Path:
-    counts = {name: int((split == i).sum()) for i, name in enumerate(EVENT_SPLITS)}
-    return free_for(path, counts, replace=replace)
+    pack = data_folder(data_dir) / f"events_{name}.npz"
+    return _write(joined, split, unit, pack, sentence, paths, replace=replace)
 
 
 def _split_file(folder: Path, split: str) -> Path:
@@ -190,9 +185,13 @@ def _split_file(folder: Path, split: str) -> Path:
 
 def _cleaned(read: Sequences, plan: Jodie) -> tuple[Sequences, str]:
     """What is kept of a file, and an account of what is not."""
+    if unmarked := [str(k) for k, mark in enumerate(read.marks) if (mark < 0).any()]:
+        raise ValueError(
+            f"sequence {unmarked[0]} has an event without a mark: this is not a file of the JODIE collection"
+        )
     events = sum(len(t) for t in read.times)
     account = [f"{events:,} events"]
-    number = np.arange(read.num_marks)
+    number = np.arange(read.num_marks)  # of each mark that is kept; -1 of others
     if plan.commonest is not None:
         counts = np.bincount(np.concatenate(read.marks), minlength=read.num_marks)
         chosen = np.sort(np.argsort(-counts, kind="stable")[: plan.commonest])
@@ -203,9 +202,9 @@ def _cleaned(read: Sequences, plan: Jodie) -> tuple[Sequences, str]:
             f"{lost:,} outside the {len(chosen)} commonest of {(counts > 0).sum():,} marks left out"
         )
     times, marks, simultaneous, short = [], [], 0, 0
-    for time, mark in zip(read.times, _renumbered(number, read.marks), strict=True):
-        wanted = mark >= 0
-        time, mark = time[wanted], mark[wanted]
+    for time, given in zip(read.times, read.marks, strict=True):
+        mark = number[given]
+        time, mark = time[mark >= 0], mark[mark >= 0]
         new = np.diff(time, prepend=-np.inf) > 0
         simultaneous += int((~new).sum())
         time, mark = time[new], mark[new]
@@ -221,19 +220,17 @@ def _cleaned(read: Sequences, plan: Jodie) -> tuple[Sequences, str]:
     return Sequences(times, marks, int(number.max()) + 1), "; ".join(account)
 
 
-def _renumbered(number: Array, marks: list[Array]) -> list[Array]:
-    """Each mark under its new number; -1 for one that is not kept."""
-    for k, mark in enumerate(marks):
-        if (mark < 0).any():
-            raise ValueError(
-                f"sequence {k} has an event without a mark: this is not a file of the JODIE collection"
-            )
-    return [number[mark] for mark in marks]
-
-
 def _write(
-    sequences: Sequences, split: Array, unit: str, path: Path, sentence: str, sources: list[Path]
+    sequences: Sequences,
+    split: Array,
+    unit: str,
+    path: Path,
+    sentence: str,
+    sources: list[Path],
+    *,
+    replace: bool,
 ) -> Path:
+    free_for(path, {name: int((split == i).sum()) for i, name in enumerate(EVENT_SPLITS)}, replace=replace)
     sequences.events(unit)  # checks all of it before anything is written
     digests: dict[str, str] = {}
     for source in sources:

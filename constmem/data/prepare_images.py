@@ -10,10 +10,11 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import product
 from math import prod
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -28,10 +29,10 @@ PUBLISHED = {  # MD5 of the official files, as published with torchvision
 }
 NUM_CLASSES, SIDE, MOST_IMAGES = 47, 28, 500_000  # of EMNIST 'balanced', a file of which has 112,800 images
 MOST_GZIP, MOST_JPEG, MOST_LIST = 2**28, 2**20, 2**26  # bytes of one file
+IDX = {"images": 3, "labels": 1}  # axes of the arrays in EMNIST's files
 AGAIN = "extract or download it again"
 DIFFERS = "not that of the official file"  # said of a checksum
 Source = str | os.PathLike[str]
-Place = TypeVar("Place")
 Reader = Callable[[str, int], bytes]  # a file by its name, of at most so many bytes
 
 
@@ -52,20 +53,18 @@ def prepare_emnist(
     arrays: dict[str, Array] = {}
     digests: dict[str, str] = {}
     with _reader(source, what="EMNIST") as read:
-        for number, (split, kind) in enumerate(
-            (s, k) for s in ("train", "test") for k in ("images", "labels")
-        ):
-            name = f"emnist-balanced-{split}-{kind}-idx{3 if kind == 'images' else 1}-ubyte.gz"
+        for number, (split, (kind, dims)) in enumerate(product(("train", "test"), IDX.items()), 1):
+            name = f"emnist-balanced-{split}-{kind}-idx{dims}-ubyte.gz"
             content = read(name, MOST_GZIP)
             digests[name] = hashlib.sha256(content).hexdigest()
-            arrays[f"{split}_{kind}"] = _idx(name, content, dims=3 if kind == "images" else 1)
+            arrays[f"{split}_{kind}"] = _idx(name, content, dims=dims)
             if progress is not None:
-                progress(number + 1, 4)
+                progress(number, 4)
+    counts: dict[str, int] = {}
     for split in ("train", "test"):
-        _check_emnist(split, arrays[f"{split}_images"], arrays[f"{split}_labels"])
-        upright = arrays[f"{split}_images"].transpose(0, 2, 1)
-        arrays[f"{split}_images"] = np.ascontiguousarray(upright)
-    counts = {split: len(arrays[f"{split}_labels"]) for split in ("train", "test")}
+        images, labels = arrays[f"{split}_images"], arrays[f"{split}_labels"]
+        _check_emnist(split, images, labels)
+        arrays[f"{split}_images"], counts[split] = np.ascontiguousarray(images.mT), len(labels)
     path = free_for(data_folder(data_dir) / "emnist.npz", counts, replace=replace)
     return write_pack(path, arrays | _origin({"gzip.zip": source}, digests), compress=True)
 
@@ -88,14 +87,13 @@ def prepare_celeba(
         progress: called with (done, all) images.
     """
     source = Path(source)
-    if not source.exists():
-        raise _missing(source, "CelebA")
-    listed = _find_partition(source, partition)
-    splits = _read_partition(listed)
-    num_test = list(splits.values()).count(2)
-    counts = {"train": len(splits) - num_test, "test": num_test}
-    path = free_for(data_folder(data_dir) / "celeba.npz", counts, replace=replace)
-    jpeg, ends = _collect(source, list(splits), progress)
+    with _reader(source, what="CelebA") as read:
+        listed = _find_partition(source, partition)
+        splits = _read_partition(listed)
+        num_test = list(splits.values()).count(2)
+        counts = {"train": len(splits) - num_test, "test": num_test}
+        path = free_for(data_folder(data_dir) / "celeba.npz", counts, replace=replace)
+        jpeg, ends = _collect(read, source, list(splits), progress)
     arrays: dict[str, Array] = {
         "jpeg": np.frombuffer(jpeg, np.uint8),
         "offsets": np.array(ends, np.int64),
@@ -109,72 +107,61 @@ def prepare_celeba(
     return write_pack(path, arrays | origin, compress=False)
 
 
-def _collect(source: Path, names: list[str], progress: Progress | None) -> tuple[bytearray, list[int]]:
+def _collect(
+    read: Reader, source: Path, names: list[str], progress: Progress | None
+) -> tuple[bytearray, list[int]]:
     """The JPEG files concatenated, each checked, and where they begin and end."""
     jpeg, ends = bytearray(), [0]
-    with _reader(source, what="CelebA") as read:
-        for number, name in enumerate(names, 1):
-            content = read(name, MOST_JPEG)
-            if content[:2] != b"\xff\xd8" or content[-2:] != b"\xff\xd9":
-                raise ValueError(f"{name} is not a whole JPEG file ({len(content):,} bytes): {AGAIN}")
-            with opened_face(content, f"{name} of {source}", remedy=AGAIN) as opened:
-                opened.draft("RGB", (1, 1))  # an eighth of its size: all is decoded, but fast
-                opened.load()
-            jpeg += content
-            ends.append(len(jpeg))
-            if progress is not None and (number % CHUNK == 0 or number == len(names)):
-                progress(number, len(names))
+    for number, name in enumerate(names, 1):
+        content = read(name, MOST_JPEG)
+        if content[:2] != b"\xff\xd8" or content[-2:] != b"\xff\xd9":
+            raise ValueError(f"{name} is not a whole JPEG file ({len(content):,} bytes): {AGAIN}")
+        with opened_face(content, f"{name} of {source}", remedy=AGAIN) as opened:
+            opened.draft("RGB", (1, 1))  # an eighth of its size: all is decoded, but fast
+            opened.load()
+        jpeg += content
+        ends.append(len(jpeg))
+        if progress is not None and (number % CHUNK == 0 or number == len(names)):
+            progress(number, len(names))
     return jpeg, ends
 
 
 @contextmanager
 def _reader(source: Path, *, what: str) -> Iterator[Reader]:
     """A function that reads a file by its bare name from a folder, what is below it, or a zip archive."""
-    if source.is_dir():
-        places = {path.name: path for path in sorted(source.rglob("*")) if path.is_file()}
-
-        def read(name: str, most: int) -> bytes:
-            path = _found(places, name, source)
-            _require_small(name, path.stat().st_size, most)
-            return path.read_bytes()
-
-        yield read
-    elif source.is_file():
-        try:
-            with zipfile.ZipFile(source) as archive:
+    if not source.exists():
+        raise FileNotFoundError(f"there is no {source}: give the folder or zip archive of {what}")
+    try:
+        with nullcontext() if source.is_dir() else zipfile.ZipFile(source) as archive:
+            places: dict[str, tuple[int, Callable[[], bytes]]] = {}  # size, and content
+            if archive is None:
+                paths = [path for path in sorted(source.rglob("*")) if path.is_file()]
+                places = {path.name: (path.stat().st_size, path.read_bytes) for path in paths}
+            else:
                 require_bounded(archive, source)
-                members = {Path(m.filename).name: m for m in archive.infolist() if not m.is_dir()}
+                for member in (m for m in archive.infolist() if not m.is_dir()):
+                    places[Path(member.filename).name] = member.file_size, partial(archive.read, member)
 
-                def unpack(name: str, most: int) -> bytes:
-                    member = _found(members, name, source)
-                    _require_small(name, member.file_size, most)
-                    return archive.read(member)
+            def read(name: str, most: int) -> bytes:
+                if name not in places:
+                    raise FileNotFoundError(
+                        f"{name} is not in {source} ({len(places):,} files): the download or its extraction "
+                        "broke off, or this is another part of the data set"
+                    )
+                size, content = places[name]
+                _require_small(name, size, most)
+                return content()
 
-                yield unpack
-        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-            raise ValueError(
-                f"{source} is not a whole zip archive ({str(error)[:200]}): download it again"
-            ) from error
-    else:
-        raise _missing(source, what)
+            yield read
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(
+            f"{source} is not a whole zip archive ({str(error)[:200]}): download it again"
+        ) from error
 
 
 def _require_small(name: str, size: int, most: int) -> None:
     if size > most:
         raise ValueError(f"{name} has {size:,} bytes, but {most:,} at most are expected: it is another file")
-
-
-def _missing(source: Path, what: str) -> FileNotFoundError:
-    return FileNotFoundError(f"there is no {source}: give the folder or zip archive of {what}")
-
-
-def _found(places: dict[str, Place], name: str, source: Path) -> Place:
-    if name not in places:
-        raise FileNotFoundError(
-            f"{name} is not in {source} ({len(places):,} files): the download or its extraction broke off, "
-            "or this is another part of the data set"
-        )
-    return places[name]
 
 
 def _idx(name: str, content: bytes, *, dims: int) -> Array:

@@ -1,12 +1,13 @@
-"""The rows of CSV and Parquet files, read and written; of events: whose, of what kind, and when."""
+"""The rows of CSV and Parquet files, read and written."""
 
 import csv
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, Protocol
 from uuid import uuid4
 
 from numpy.typing import NDArray
@@ -18,50 +19,77 @@ from constmem.data.packs import RATIO, ROOM
 Lines = Iterator[tuple[str, list[str]]]  # where a row is, and its cells
 MOST_HEADER = 2**20  # letters of a CSV file's first line
 OPEN_ENDED = "comma_separated_list_of_features"  # JODIE's last column: rows may have any number of these
-Columns = Mapping[str, str | None]
-COLUMNS = {  # of the JODIE layout, and what else they are called
-    "user": ("user_id", "user", "userid", "u"),
-    "mark": ("item_id", "mark", "item", "itemid", "type", "event_type", "i"),
-    "time": ("timestamp", "time", "ts", "t"),
-}
-NONE = "-"  # instead of a column's name: there is no such column
 EXACT = 2**53  # whole numbers up to here are float64 numbers, all of them
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[tuple[list[str], Lines]]:
-    """The names of a file's columns, and the rows below them: where each is, and its cells as text.
+class CsvFile:
+    """A text file of a line of names, then one line a row; the constructor reads the first line alone.
 
-    In a CSV file, of ;, tab and comma, what the first line holds most of separates the columns.
+    Of ;, tab and comma, what the first line holds most of separates the columns; tabs do in a .tsv file.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path} to read rows from")
-    if path.suffix == ".parquet":
-        table = parquet_table(path)
-        yield list(table.column_names), _parquet_rows(table)
-        return
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.total = path, path.stat().st_size
+        with self._refused(), path.open(newline="", encoding="utf-8-sig") as file:
             header = file.readline(MOST_HEADER)
             if len(header) == MOST_HEADER:
                 raise ValueError(
                     f"the first line of {path} has {MOST_HEADER:,} letters or more: not a CSV file"
                 )
-            delimiter = max(",;\t", key=header.count)
-            names = [name.strip() for name in next(csv.reader([header], delimiter=delimiter), [])]
-            yield names, _lines(csv.reader(file, delimiter=delimiter), path, names)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} is not a CSV file of UTF-8 text ({error})") from error
+            tabs = path.suffix.lower() == ".tsv" and "\t" in header
+            self.delimiter = "\t" if tabs else max(",;\t", key=header.count)
+            self.names = next(csv.reader([header], delimiter=self.delimiter), [])
+
+    def lines(self, raw: BinaryIO) -> Iterator[tuple[int, list[str]]]:
+        """The cells of each row of the opened file, and the number of the line on which it ends."""
+        with self._refused(), TextIOWrapper(raw, newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file, delimiter=self.delimiter)
+            if next(reader, []) != self.names:
+                raise ValueError(f"{self.path}: the names of columns go on in its second line")
+            for cells in reader:
+                if len(cells) == len(self.names) or self.names[-1].strip() == OPEN_ENDED:
+                    yield reader.line_num, cells
+                elif any(cell.strip() for cell in cells):
+                    where, count = f"line {reader.line_num} of {self.path}", len(self.names)
+                    raise ValueError(f"{where} has {len(cells)} cells, its header {count}")
+
+    @contextmanager
+    def _refused(self) -> Iterator[None]:
+        try:
+            yield
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ValueError(f"{self.path} is not a CSV file of UTF-8 text ({error})") from error
 
 
-def _lines(reader: Any, path: Path, names: list[str]) -> Lines:
-    for cells in reader:
-        line = reader.line_num + 1  # where the row ends: quoted cells may hold line breaks
-        if not any(cell.strip() for cell in cells):
-            continue
-        if len(cells) != len(names) and names[-1] != OPEN_ENDED:
-            raise ValueError(f"line {line} of {path} has {len(cells)} cells, its header {len(names)}")
-        yield f"line {line}", cells
+def read_text(path: Path) -> tuple[list[str], Lines]:
+    """The names of a file's columns, and the rows below them: where each is, and its cells as text."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path} to read rows from")
+    if path.suffix == ".parquet":
+        table = parquet_table(path)
+        return list(table.column_names), _parquet_rows(table)
+    file = CsvFile(path)
+    return [name.strip() for name in file.names], _text_rows(file)
+
+
+def place_of(name: str, names: list[str], path: Path) -> int:
+    """Which column of a file is called so; refused where none or several are."""
+    if not any(names):
+        raise ValueError(f"{path} is empty, or its first line is: that line names the columns")
+    try:
+        place = names.index(known("column", name, names))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if names.count(name) > 1:
+        raise ValueError(f"{path} has {names.count(name)} columns {name!r}: give each a name of its own")
+    return place
+
+
+def _text_rows(file: CsvFile) -> Lines:
+    with file.path.open("rb") as raw:
+        for number, cells in file.lines(raw):
+            if any(cell.strip() for cell in cells):
+                yield f"line {number}", cells
 
 
 def _parquet_rows(table: Any) -> Lines:
@@ -190,68 +218,6 @@ def _parquet_writer(path: Path, names: list[str], _: str) -> Iterator[Writer]:
             writer.close()
 
 
-# Events
-
-
-class Row(NamedTuple):
-    """One event as it is written in a file, and where."""
-
-    where: str
-    user: str
-    mark: str
-    time: str
-
-
-def read_rows(path: Path, columns: Columns) -> Iterator[Row]:
-    """The rows of a CSV or Parquet file; each says whose event it is, if there are users."""
-    with opened(path) as (names, lines):
-        places = _places(path, names, columns)
-        least = 1 + max(place for place in places if place is not None)
-        for line, cells in lines:
-            if len(cells) < least:
-                raise ValueError(
-                    f"{line} of {path} has {len(cells)} cells, but {least} or more are needed: the file "
-                    "is cut short or of another format"
-                )
-            row = Row(f"{line} of {path}", *("" if i is None else cells[i].strip() for i in places))
-            if not row.user and columns.get("user") != NONE:
-                raise ValueError(
-                    f"{row.where} does not say whose event it is: name the user, leave the row out, or make "
-                    f"one sequence of all rows (--user {NONE})"
-                )
-            yield row
-
-
-def _places(path: Path, names: Sequence[str], columns: Columns) -> list[int | None]:
-    """Where user, mark and time are; None for what there is not."""
-    if not any(names):
-        raise ValueError(f"{path} is empty, or its first line is: that line names the columns")
-    lower = [name.strip().lower() for name in names]
-    places: list[int | None] = []
-    for what, spellings in COLUMNS.items():
-        asked = columns.get(what)
-        if asked == NONE and what != "time":
-            places.append(None)
-            continue
-        found = [lower.index(spelling) for spelling in spellings if spelling in lower]
-        if asked is not None:
-            found = [list(names).index(known(f"column of {path}", asked, names))]
-        if not found:
-            none = f", or --{what} {NONE} if there is none" if what != "time" else ""
-            raise ValueError(
-                f"{path} names no column of the {what} ({', '.join(spellings)}), but "
-                f"{', '.join(names)[:120]}: say which it is, --{what} NAME{none}"
-            )
-        name = names[found[0]]
-        if list(names).count(name) > 1:
-            raise ValueError(
-                f"{list(names).count(name)} columns are called {name!r}, and {path} does not say which holds "
-                f"the {what}: rename one"
-            )
-        places.append(found[0])
-    return places
-
-
 def moment(text: str, unit: str, where: str) -> float:
     """A number as it is, or a date (ISO 8601; without an offset: UTC) counted in `unit` from 1970 on."""
     try:
@@ -277,9 +243,9 @@ def moment(text: str, unit: str, where: str) -> float:
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is one number."""
+    """Whether a text is one number, as people write them."""
     try:
         float(text)
     except ValueError:
         return False
-    return True
+    return "_" not in text

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from constmem.core.checks import dense, known
 from constmem.core.files import read_tensors, write_tensors
-from constmem.data.rows import opened
+from constmem.data.rows import place_of, read_text
 
 By = Literal["group", "time"]
 KIND, VERSION = "constmem.table", 1
@@ -103,15 +103,16 @@ class Table:
         """
         path = Path(path)
         x, y = ([names] if isinstance(names, str) else list(names) for names in (x, y))
-        with opened(path) as (names, lines):
-            wanted = [*x, *y]
-            places = [_place(name, names, path) for name in wanted]
-            group_place = None if group is None else _place(group, names, path)
-            rows, labels = [], []
-            for where, cells in lines:
-                rows.append([_number(cells[i], f"{where}, column {names[i]!r} of {path}") for i in places])
-                labels.append("" if group_place is None else cells[group_place].strip())
-        _distinct(wanted)
+        names, lines = read_text(path)
+        wanted = [*x, *y]
+        places = [place_of(name, names, path) for name in wanted]
+        group_place = None if group is None else place_of(group, names, path)
+        rows, labels = [], []
+        for where, cells in lines:
+            rows.append([_number(cells[i], f"{where}, column {names[i]!r} of {path}") for i in places])
+            labels.append("" if group_place is None else cells[group_place].strip())
+        if twice := [name for name in wanted if wanted.count(name) > 1]:
+            raise ValueError(f"the column {twice[0]!r} is asked for twice: a column is an input or an output")
         numbers = torch.tensor(rows, dtype=torch.float64).reshape(-1, len(places))
         order = {label: i for i, label in enumerate(dict.fromkeys(labels))}
         groups = None if group is None else torch.tensor([order[label] for label in labels])
@@ -123,8 +124,7 @@ class Table:
     @staticmethod
     def columns(path: str | os.PathLike[str]) -> list[str]:
         """The names of a file's columns."""
-        with opened(Path(path)) as (names, _):
-            return names
+        return read_text(Path(path))[0]
 
     def __len__(self) -> int:
         return self.x.shape[0]
@@ -163,8 +163,10 @@ class Table:
         train, validation, test = (self.take(torch.isin(owner, share).nonzero()[:, 0]) for share in shares)
         return train, validation, test
 
-    def equals(self, other: "Table") -> bool:
-        """Whether the rows are the same, in the same order."""
+    def equals(self, other: object) -> bool:
+        """Whether it is a table of the same rows, in the same order."""
+        if not isinstance(other, Table):
+            return False
         mine, theirs = ([t for t in (of.x, of.y, of.groups) if t is not None] for of in (self, other))
         return self.by == other.by and len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
 
@@ -229,18 +231,6 @@ def _converted(side: str, array: Any) -> Any:
     return array.astype(np.float64)
 
 
-def _place(name: str, names: list[str], path: Path) -> int:
-    if not any(names):
-        raise ValueError(f"{path} is empty, or its first line is: that line names the columns")
-    try:
-        place = names.index(known("column", name, names))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    if names.count(name) > 1:
-        raise ValueError(f"{path} has {names.count(name)} columns {name!r}: give each a name of its own")
-    return place
-
-
 def _number(cell: str, where: str) -> float:
     try:
         number = float(cell)
@@ -252,12 +242,6 @@ def _number(cell: str, where: str) -> float:
     if abs(number) > LARGEST:
         raise ValueError(f"{where} is {cell.strip()}: {TOO_LARGE}")
     return number
-
-
-def _distinct(wanted: list[str]) -> None:
-    twice = {name for name in wanted if wanted.count(name) > 1}
-    if twice:
-        raise ValueError(f"the column {twice.pop()!r} is asked for twice: a column is an input or an output")
 
 
 def _varied(table: Table, names: list[str], path: Path) -> None:

@@ -5,19 +5,60 @@ NLLs are nats an event in the data's own unit; the silence until t_end is report
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import exp, isnan, nan, pi, sqrt
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from constmem.core import checks
 from constmem.data import EventLogProb, Events
-from constmem.evaluation.rows import EventScores
 
 LEVELS = (0.5, 0.8, 0.9, 0.95)
 HITS = ("accuracy", "top5", "accuracy_given_gap", "top5_given_gap")
+
+
+@dataclass(frozen=True)
+class EventScores:
+    """Means over the scored events of a test set.
+
+    Attributes:
+        nll, time_nll, mark_nll: nats an event; the first is the sum of the others. The mark's is given the
+            gap, and an unknown mark adds 0.
+        rmse, mae: of the predicted mean gap, in `unit`.
+        rmse_median, mae_median: of the predicted median gap.
+        accuracy, error, top5: of the likeliest mark, and of the five likeliest, when nothing of the event
+            is known; over events whose mark is known, NaN if there are none.
+        accuracy_given_gap, top5_given_gap: the same when its time is known.
+        ks, ks_p_value: the largest distance of the distribution of rescaled times from the exponential,
+            and the probability of a larger one if the model were true.
+        coverage: share of gaps inside the central interval of each level.
+        unit: of the gaps.
+        events, sequences: how many events were scored, of how many sequences.
+        survival_nll: nats a sequence for the silence until t_end; None without a t_end.
+    """
+
+    nll: float
+    time_nll: float
+    mark_nll: float
+    rmse: float
+    mae: float
+    rmse_median: float
+    mae_median: float
+    accuracy: float
+    error: float
+    top5: float
+    accuracy_given_gap: float
+    top5_given_gap: float
+    ks: float
+    ks_p_value: float
+    coverage: dict[str, float]
+    unit: str
+    events: int
+    sequences: int
+    survival_nll: float | None = None
 
 
 @runtime_checkable
@@ -211,14 +252,11 @@ def _hits(part: Events, scored: Bool[Tensor, "b t"], forecast: Forecast) -> dict
     true = part.marks[known]
     counts = {"known": known.sum().double()}
     for suffix, gap in (("", None), ("_given_gap", part.gaps)):
-        best = _likeliest(forecast.mark_logits(gap), known)
+        logits = forecast.mark_logits(gap)[known]
+        best = logits.topk(min(5, logits.shape[-1]), -1).indices
         counts[f"accuracy{suffix}"] = (best[:, 0] == true).sum().double()
         counts[f"top5{suffix}"] = (best == true[:, None]).any(-1).sum().double()
     return counts
-
-
-def _likeliest(logits: Float[Tensor, "b t marks"], known: Bool[Tensor, "b t"]) -> Int64[Tensor, "n five"]:
-    return logits[known].topk(min(5, logits.shape[-1]), -1).indices
 
 
 def _coverage(rescaled: Float64[Tensor, " n"]) -> dict[str, float]:

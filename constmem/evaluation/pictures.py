@@ -1,7 +1,6 @@
 """All pictures of runs: how they learned, how calibrated they are, and what they predict."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
@@ -26,7 +25,7 @@ from constmem.data import (
 from constmem.data.catalogue import DATASETS, title_of
 from constmem.evaluation import pit_values
 from constmem.evaluation.events import mark_confusion, rescaled_times
-from constmem.evaluation.runs import metrics_of, open_run
+from constmem.evaluation.runs import Opened, metrics_of, open_run
 from constmem.neural_processes import NeuralProcess
 from constmem.plots import Completion, completion_grid, model_grid
 from constmem.plots.curves import (
@@ -39,7 +38,6 @@ from constmem.plots.curves import (
 from constmem.plots.events import Timeline, confusion_picture, fit_picture, hazard_picture, sequence_picture
 from constmem.point_processes import PointProcess
 from constmem.streams.stream import Stream
-from constmem.training.folder import own_data
 from constmem.training.sources import Source
 
 SHARES = (0.01, 0.04, 0.08, 0.16, 0.32)  # of an image's pixels, as growing contexts
@@ -53,24 +51,6 @@ SCORED = 20_000  # events of a test set for goodness of fit and confusion
 TYPICAL = 60  # events: the sequence shown is the one with about as many
 
 
-@dataclass(frozen=True)
-class Trained:
-    """A run's folder, its settings, model and data, and what was already computed of them."""
-
-    folder: Path
-    run: dict[str, Any]
-    model: Any
-    source: Source[Any]
-
-    @property
-    def title(self) -> str:
-        """Model and data in words; with the columns of a table, where they have names."""
-        columns = self.run.get("columns") or {}
-        given = f": {', '.join(columns['y'])} given {', '.join(columns['x'])}" if columns.get("x") else ""
-        how = f"({self.run['recipe_name']}, seed {self.run['seed']})"
-        return f"{model_name(self.run['model'])} on {title_of(self.run['dataset'])} {how}{given}"
-
-
 def plot_runs(
     folders: Sequence[Path], *, out: Path | None = None, data_dir: Path | None = None, device: str = "cpu"
 ) -> list[Path]:
@@ -82,13 +62,13 @@ def plot_runs(
         out: folder for the pictures; else `pictures` in each run's own (side by side: in the first's).
     """
     where = checks.device(device)
-    runs = [Trained(folder, *open_run(folder, data_dir=data_dir, device=where)) for folder in folders]
+    runs = [open_run(folder, data_dir=data_dir, device=where) for folder in folders]
     made: list[Path] = []
     rescaled: list[Tensor | None] = []
     for run in runs:
         name = run.folder.resolve().name
         target = run.folder / "pictures" if out is None else out / name if len(folders) > 1 else out
-        made.append(learning_curve(metrics_of(run.folder), target / "learning.png", title=run.title))
+        made.append(learning_curve(metrics_of(run.folder), target / "learning.png", title=run_title(run.run)))
         if isinstance(run.model, PointProcess):
             events = _drawn_events(run.source)
             found = rescaled_times(run.model, events)
@@ -106,8 +86,16 @@ def plot_runs(
     return made
 
 
+def run_title(run: dict[str, Any]) -> str:
+    """Model and data in words; with the columns of a table, where they have names."""
+    columns = run.get("columns") or {}
+    given = f": {', '.join(columns['y'])} given {', '.join(columns['x'])}" if columns.get("x") else ""
+    how = f"({run['recipe_name']}, seed {run['seed']})"
+    return f"{model_name(run['model'])} on {title_of(run['dataset'])} {how}{given}"
+
+
 def _compared(
-    dataset: str, runs: list[Trained], fits: list[Any], out: Path, data_dir: Path | None
+    dataset: str, runs: list[Opened], fits: list[Any], out: Path, data_dir: Path | None
 ) -> list[Path]:
     """Runs on the same events or images in one picture; other data have none."""
     labels = [model_name(run.run["model"]) for run in runs]
@@ -154,19 +142,18 @@ def completions(
     return results
 
 
-def _plot_points(run: Trained, out: Path, data_dir: Path | None) -> list[Path]:
+def _plot_points(run: Opened, out: Path, data_dir: Path | None) -> list[Path]:
     """Calibration, and completions, fits or predictions."""
     pits = {name: pit_values(run.model, islice(tasks(), BATCHES)) for name, tasks in run.source.tests.items()}
-    made = [calibration_curve(pits, out / "calibration.png", title=run.title)]
-    table = own_data(run.folder)
-    if isinstance(table, Table):
-        made.append(_table_picture(run, table, out))
+    made = [calibration_curve(pits, out / "calibration.png", title=run_title(run.run))]
+    if isinstance(run.own, Table):
+        made.append(_table_picture(run, run.own, out))
     elif _of_images(run.run["dataset"]):
         pixels = _images(run.run["dataset"], IMAGES[0], data_dir)
         results = completions(run.model, pixels, _sizes(pixels))
-        made.append(completion_grid(results, pixels, out / "completions.png", title=run.title))
+        made.append(completion_grid(results, pixels, out / "completions.png", title=run_title(run.run)))
     else:
-        made.append(function_fits(gp_fits(run.model), out / "fits.png", title=run.title))
+        made.append(function_fits(gp_fits(run.model), out / "fits.png", title=run_title(run.run)))
     return made
 
 
@@ -202,10 +189,10 @@ def gp_fits(model: NeuralProcess[Any, Any]) -> list[tuple[str, list[Fit]]]:
     return rows
 
 
-def _table_picture(run: Trained, table: Table, out: Path) -> Path:
+def _table_picture(run: Opened, table: Table, out: Path) -> Path:
     """Of one input: fits of held-out groups, or of the rows; of more: predictions against the truth."""
     if table.x.shape[1] == table.y.shape[1] == 1:
-        return function_fits(_table_fits(run.model, table), out / "fits.png", title=run.title)
+        return function_fits(_table_fits(run.model, table), out / "fits.png", title=run_title(run.run))
     name = list(run.source.tests)[-1]
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     with torch.no_grad():
@@ -214,7 +201,7 @@ def _table_picture(run: Trained, table: Table, out: Path) -> Path:
             real = torch.ones_like(task.yt[..., 0], dtype=torch.bool) if task.mask_t is None else task.mask_t
             parts.append((task.yt[real][:, 0], dist.mean[real][:, 0], dist.stddev[real][:, 0]))
     true, mean, std = (torch.cat(part)[:500].cpu().float() for part in zip(*parts, strict=True))
-    return predicted_against_true(true, mean, std, out / "predictions.png", title=run.title)
+    return predicted_against_true(true, mean, std, out / "predictions.png", title=run_title(run.run))
 
 
 def _table_fits(model: NeuralProcess[Any, Any], table: Table) -> list[tuple[str, list[Fit]]]:
@@ -255,27 +242,26 @@ def _drawn_events(source: Source[Any]) -> Events:
 
 
 @torch.no_grad()
-def _plot_events(run: Trained, events: Events, rescaled: Tensor, out: Path) -> list[Path]:
+def _plot_events(run: Opened, events: Events, rescaled: Tensor, out: Path) -> list[Path]:
     """A sequence, its hazards, goodness of fit, and confused marks where there are several."""
-    own = own_data(run.folder)
-    names = own.labels if isinstance(own, EventLog) else None
+    names = run.own.labels if isinstance(run.own, EventLog) else None
     nearest = int((events.lengths - TYPICAL).abs().argmin())
     shown = events.select(slice(nearest, nearest + 1)).trim()
     gap = run.model.forecast(shown).gap
     line = timeline(shown, names)
-    made = [sequence_picture(line, gap, out / "sequence.png", title=run.title)]
+    made = [sequence_picture(line, gap, out / "sequence.png", title=run_title(run.run))]
     times, hazard = hazards(gap, shown)
     entry = DATASETS.get(run.run["dataset"])
     true = None
     if entry is not None and entry.kind == "simulated":
         true = simulated(entry.name).hazard(shown.to("cpu"), times.reshape(-1)).reshape(times.shape)
-    made.append(hazard_picture(line, times, hazard, out / "hazard.png", title=run.title, true=true))
+    made.append(hazard_picture(line, times, hazard, out / "hazard.png", title=run_title(run.run), true=true))
     label = model_name(run.run["model"])
-    made.append(fit_picture({label: rescaled}, out / "fit.png", title=run.title))
+    made.append(fit_picture({label: rescaled}, out / "fit.png", title=run_title(run.run)))
     if events.num_marks > 1:
         marks, counts = mark_confusion(run.model, events)
         target = out / "marks.png"
-        made.append(confusion_picture(marks, counts, target, title=run.title, names=names))
+        made.append(confusion_picture(marks, counts, target, title=run_title(run.run), names=names))
     return made
 
 

@@ -1,94 +1,33 @@
-"""Rows: what an evaluation found, in types; read from files, grouped by seeds, and named."""
+"""Rows: what an evaluation found of one run, read from files in types; entries: rows that differ by seed."""
 
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
-from math import floor, isfinite, log10, nan
+from math import isnan, nan
 from pathlib import Path
-from statistics import mean, stdev
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin
+from statistics import mean
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin
 
 from constmem.core.files import read_json
+from constmem.core.registry import MODELS
+from constmem.core.registry import title_of as model_name
+from constmem.data.catalogue import DATASETS
+from constmem.evaluation import Figure, Scores
+from constmem.evaluation.events import HITS, EventScores
 from constmem.training.recipes import complete
 
-OF_MARKS = ("accuracy", "error", "top5", "accuracy_given_gap", "top5_given_gap")
 OF_DATA = ("data", "contents", "columns")  # what a row says of the data that it was scored on
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Means over all target points of a test set.
-
-    Attributes:
-        log_likelihood: summed over channels, mean over points.
-        log_likelihood_by_batch: the reference's figure: the unweighted mean over batches of their means.
-        rmse: root mean squared error of the predicted mean.
-        crps: continuous ranked probability score, mean over channels.
-        coverage: share of values inside the central interval of each level (of grey levels, by share).
-        points: how many target points.
-        exact, exact_by_batch: the two log-likelihoods of the process that the data came from, where it
-            is known: no model exceeds them but by chance.
-        level_log_likelihood, level_log_likelihood_by_batch: of pixels, the same two of the probabilities of
-            grey levels, by which models of densities and of levels compare; a normal's are its integrals.
-        joint_log_likelihood, joint_log_likelihood_by_batch: of all targets of a task together, divided by how
-            many they are, where a model predicts them together.
-    """
-
-    log_likelihood: float
-    log_likelihood_by_batch: float
-    rmse: float
-    crps: float
-    coverage: dict[str, float]
-    points: int
-    exact: float | None = None
-    exact_by_batch: float | None = None
-    level_log_likelihood: float | None = None
-    level_log_likelihood_by_batch: float | None = None
-    joint_log_likelihood: float | None = None
-    joint_log_likelihood_by_batch: float | None = None
-
-
-@dataclass(frozen=True)
-class EventScores:
-    """Means over the scored events of a test set.
-
-    Attributes:
-        nll, time_nll, mark_nll: nats an event; the first is the sum of the others. The mark's is given the
-            gap, and an unknown mark adds 0.
-        rmse, mae: of the predicted mean gap, in `unit`.
-        rmse_median, mae_median: of the predicted median gap.
-        accuracy, error, top5: of the likeliest mark, and of the five likeliest, when nothing of the event
-            is known; over events whose mark is known, NaN if there are none.
-        accuracy_given_gap, top5_given_gap: the same when its time is known.
-        ks, ks_p_value: the largest distance of the distribution of rescaled times from the exponential,
-            and the probability of a larger one if the model were true.
-        coverage: share of gaps inside the central interval of each level.
-        unit: of the gaps.
-        events, sequences: how many events were scored, of how many sequences.
-        survival_nll: nats a sequence for the silence until t_end; None without a t_end.
-    """
-
-    nll: float
-    time_nll: float
-    mark_nll: float
-    rmse: float
-    mae: float
-    rmse_median: float
-    mae_median: float
-    accuracy: float
-    error: float
-    top5: float
-    accuracy_given_gap: float
-    top5_given_gap: float
-    ks: float
-    ks_p_value: float
-    coverage: dict[str, float]
-    unit: str
-    events: int
-    sequences: int
-    survival_nll: float | None = None
+COLUMNS = ("steps", "batch")  # settings that have a column of their own
+PHASES = ("training", "evaluation")
+OF_EVENTS = {  # the scores of events that a table shows, under these heads
+    "nll": "NLL", "time_nll": "time", "mark_nll": "mark", "survival_nll": "survival", "rmse": "RMSE",
+    "mae_median": "MAE, median", "accuracy": "accuracy", "accuracy_given_gap": "given the gap",
+    "top5": "top 5", "ks": "KS",
+}  # fmt: skip
+ALWAYS = ("nll", "time_nll", "rmse")  # of events: NaN only where a model has failed
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +71,12 @@ class Row:
         """Whether it is a row of an event model."""
         return any(isinstance(scores, EventScores) for scores in self.scores.values())
 
+    @property
+    def kind(self) -> str:
+        """What it has in common with rows that differ by seed alone."""
+        own = ("dataset", "model", "recipe", "steps", "parameters", *OF_DATA)
+        return json.dumps([complete(self.settings), *(getattr(self, key) for key in own)], sort_keys=True)
+
     def content(self) -> dict[str, Any]:
         """The row as JSON can hold it; what is not known is left out."""
         whole = {key: value for key, value in asdict(self).items() if value is not None}
@@ -164,17 +109,13 @@ def typed_rows(rows: Iterable[Any], where: Path | str) -> list[Row]:
 
 
 def _typed_row(row: Any, where: Path | str) -> Row:
-    needed = [field.name for field in fields(Row) if field.default is MISSING]
-    missing = [name for name in needed if not isinstance(row, dict) or name not in row]
-    if missing:
-        raise ValueError(f"{where} has a row without {', '.join(missing)}: not one of an evaluation")
-    given = {field.name: row[field.name] for field in fields(Row) if field.name in row}
+    if missing := _missing(Row, row if isinstance(row, dict) else {}):
+        raise ValueError(f"{where} has a row without {missing}: not one of an evaluation")
     try:
-        every = _typed(given.pop("scores"), dict[str, Any], "scores")
+        every = _typed(row["scores"], dict[str, Any], "scores")
         kind = EventScores if any("nll" in own for own in every.values() if isinstance(own, dict)) else Scores
-        scores = {test: _typed(own, kind, f"scores on {test!r}") for test, own in every.items()}
-        hints = {field.name: field.type for field in fields(Row)}
-        return Row(**{key: _typed(value, hints[key], key) for key, value in given.items()}, scores=scores)
+        scores = {test: _typed_scores(own, kind, f"scores on {test!r}") for test, own in every.items()}
+        return _made(Row, {key: value for key, value in row.items() if key != "scores"}, scores=scores)
     except ValueError as error:
         name = " ".join(str(row[key]) for key in ("dataset", "model", "recipe", "seed"))
         raise ValueError(
@@ -182,98 +123,38 @@ def _typed_row(row: Any, where: Path | str) -> Row:
         ) from None
 
 
-_WORDS = {float: "a number", int: "a whole number", str: "text", dict: "a dictionary"}
+def _typed_scores(content: Any, kind: Any, where: str) -> Any:
+    """Scores; those of marks may be null."""
+    content = _typed(content, dict[str, Any], where)
+    if missing := _missing(kind, content):
+        raise ValueError(f"{where} lack {missing}, as another version may have written them")
+    unknown = {key: nan for key in (*HITS, "error") if key in content and content[key] is None}
+    return _made(kind, content | unknown, f" in {where}")
+
+
+def _missing(kind: Any, content: Mapping[str, Any]) -> str:
+    return ", ".join(f.name for f in fields(kind) if f.default is MISSING and f.name not in content)
+
+
+def _made(kind: type[T], content: Mapping[str, Any], where: str = "", **more: Any) -> T:
+    hints = {field.name: field.type for field in fields(kind) if field.name in content}  # type: ignore[arg-type]
+    return kind(**{key: _typed(content[key], hint, f"{key}{where}") for key, hint in hints.items()}, **more)
 
 
 def _typed(value: Any, hint: Any, where: str) -> Any:
     """The value if it is of the type, or an error that says where it is not."""
-    if hint is Any:
+    if hint is Any or (value is None and isinstance(hint, UnionType)):
         return value
-    if isinstance(hint, UnionType):
-        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
-        return None if value is None else _typed(value, kinds[0], where)
+    hint = get_args(hint)[0] if isinstance(hint, UnionType) else hint
     plain = get_origin(hint) or hint
-    if plain in (Scores, EventScores):
-        content = _typed(value, dict[str, Any], where)
-        missing = [f.name for f in fields(plain) if f.default is MISSING and f.name not in content]
-        if missing:
-            raise ValueError(f"{where} lack {', '.join(missing)}, as another version may have written them")
-        unknown = {key: nan for key in OF_MARKS if key in content and content[key] is None}
-        content = content | unknown
-        given = [(f.name, f.type) for f in fields(plain) if f.name in content]
-        return plain(**{key: _typed(content[key], kind, f"{key} in {where}") for key, kind in given})
-    if plain is dict and isinstance(value, dict):
-        inside = get_args(hint)[1]
-        return {str(key): _typed(own, inside, f"{key} of {where}") for key, own in value.items()}
     if plain is float and type(value) is int:
         return float(value)
     if type(value) is not plain:
-        raise ValueError(f"{where} is {json.dumps(value)[:60]}, not {_WORDS[plain]}")
-    return value
-
-
-# Seeds
-
-
-@dataclass(frozen=True)
-class Figure:
-    """The mean over seeds, and their standard deviation where there are several."""
-
-    mean: float
-    spread: float | None
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Figure":
-        """Of one value for each seed; NaN where there are several and not all of them are finite."""
-        if len(values) > 1 and not all(map(isfinite, values)):
-            return cls(nan, nan)
-        return cls(mean(values), stdev(values) if len(values) > 1 else None)
-
-    def __str__(self) -> str:
-        return self.text(2)
-
-    def text(self, digits: int, *, percent: bool = False) -> str:
-        """With so many digits after the point.
-
-        Example:
-            >>> Figure(0.9184, 0.002).text(1, percent=True)
-            '91.8 ± 0.2 %'
-        """
-        scale, unit = (100, " %") if percent else (1, "")
-        spread = "" if self.spread is None else f" ± {scale * self.spread:,.{digits}f}"
-        return f"{scale * self.mean:,.{digits}f}{spread}{unit}"
-
-    def short(self) -> str:
-        """With about four digits in all, for numbers whose unit may be anything.
-
-        Example:
-            >>> Figure(1234.5, None).short(), Figure(0.25, None).short(), Figure(0.00012345, None).short()
-            ('1,234', '0.2500', '0.0001234')
-        """
-        size = abs(self.mean)
-        if 0 < size < 0.01:
-            return self.text(3 - floor(log10(size)))
-        return self.text(next((d for d in range(4) if size >= 10 ** (3 - d)), 4))
-
-
-def kind(row: Row) -> str:
-    """What rows have in common that differ by seed alone."""
-    of_data = [getattr(row, key) for key in OF_DATA]
-    named = [row.dataset, row.model, row.recipe, complete(row.settings), row.steps, row.parameters]
-    return json.dumps([*named, *of_data], sort_keys=True)
-
-
-def grouped(rows: Iterable[Row], *, dataset: str | None = None) -> list[list[Row]]:
-    """Rows of the same `kind` together; of two rows of one seed the newer counts."""
-    groups: dict[str, dict[int, Row]] = {}
-    rows = sorted(rows, key=lambda row: row.date or "")
-    for row in rows:
-        if dataset is None or row.dataset == dataset:
-            groups.setdefault(kind(row), {})[row.seed] = row
-    if not groups:
-        have = ", ".join(sorted({row.dataset for row in rows})) or "no rows at all"
-        raise ValueError(f"there are no rows of {dataset or 'any data set'}: there are {have}")
-    return [list(seeds.values()) for seeds in groups.values()]
+        words = {float: "a number", int: "a whole number", str: "text", dict: "a dictionary"}
+        raise ValueError(f"{where} is {json.dumps(value)[:60]}, not {words[plain]}")
+    if plain is not dict:
+        return value
+    return {str(key): _typed(own, get_args(hint)[1], f"{key} of {where}") for key, own in value.items()}
 
 
 def json_text(content: Any) -> str:
@@ -283,12 +164,132 @@ def json_text(content: Any) -> str:
         >>> json_text({"nll": float("nan")}).split()
         ['{', '"nll":', 'null', '}']
     """
-    return json.dumps(_finite(content), indent=1, allow_nan=False)
+    finite = json.loads(json.dumps(content), parse_constant=lambda _: None)
+    return json.dumps(finite, indent=1, allow_nan=False)
 
 
-def _finite(content: Any) -> Any:
-    if isinstance(content, Mapping):
-        return {key: _finite(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not isfinite(content) else content
+# Entries
+
+
+@dataclass(frozen=True)
+class Entry:
+    """All runs of one model by one recipe and the same settings on the same data: a row for each seed."""
+
+    rows: Sequence[Row]
+
+    @property
+    def first(self) -> Row:
+        """The first row, for what all have in common."""
+        return self.rows[0]
+
+    @property
+    def seeds(self) -> list[int]:
+        """Of the runs that figures are means over."""
+        return sorted(row.seed for row in self.rows)
+
+    @property
+    def tests(self) -> list[str]:
+        """The test sets that all runs were scored on."""
+        return [test for test in self.first.scores if all(test in row.scores for row in self.rows)]
+
+    def figure(self, test: str, key: str, level: str | None = None) -> Figure | None:
+        """The mean and spread of a score (of coverage: at a level); None where not all runs have it."""
+        values: list[Any] = [getattr(row.scores.get(test), key, None) for row in self.rows]
+        values = [(found or {}).get(level) for found in values] if level else values
+        unknown = self.first.of_events and key not in ALWAYS  # there may be no marks
+        return None if any(v is None or (unknown and isnan(v)) for v in values) else Figure.of(values)
+
+    def known(self, test: str, key: str) -> Any:
+        """What the first row says of a test set, where all have it."""
+        return getattr(self.first.scores[test], key) if test in self.tests else None
+
+    @property
+    def unit(self) -> Any:
+        """Of gaps, RMSE and MAE of events."""
+        return self.known(next(iter(self.first.scores)), "unit")
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the rows have in common, their seeds, devices and mean minutes of training, as JSON has it."""
+        row = self.first
+        return {
+            "dataset": row.dataset, "model": row.model, "recipe": row.recipe, "seeds": self.seeds,
+            "published": row.published or {}, "settings": row.settings, "parameters": row.parameters,
+            "steps": row.steps, "batch": complete(row.settings)["batch"],
+            "minutes": mean(own.minutes for own in self.rows),
+            "device": ", ".join(sorted({own.device for own in self.rows})),
+            **{key: getattr(row, key) for key in OF_DATA},
+        }  # fmt: skip
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """Bytes that training and evaluation took on a GPU beyond data and weights, the most of all runs."""
+        found = {phase: [(row.peak_memory or {}).get(phase) or 0 for row in self.rows] for phase in PHASES}
+        return {phase: max(sizes) for phase, sizes in found.items() if any(sizes)}
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Where it is in a table: data sets in the registry's order, the paper's recipe and models first."""
+        row = self.first
+        base, _, variant = row.model.partition("-")
+        recipe, order = _rank(row.recipe, ("faithful", "improved")), _rank(base, list(MODELS))
+        return _rank(row.dataset, tuple(DATASETS)), row.dataset, recipe, order, variant, row.steps
+
+    def difference(self, entries: Iterable["Entry"], *, elsewhere: Sequence[str] = COLUMNS) -> str:
+        """What distinguishes it from others of the same model and recipe: settings, data, missing steps.
+
+        Args:
+            elsewhere: settings that are shown elsewhere.
+        """
+
+        def flat(of: Row) -> dict[str, Any]:
+            settings = complete(of.settings)
+            every = settings | settings["model"] | (of.columns or {})
+            return {key: value for key, value in every.items() if key not in ("model", *elsewhere)}
+
+        row = self.first
+        name = row.dataset, row.model, row.recipe
+        firsts = [other.first for other in entries]
+        same = [other for other in firsts if (other.dataset, other.model, other.recipe) == name]
+        own, others = flat(row), [flat(other) for other in same]
+        notes = {key: own[key] for key in own if any(other.get(key) != own[key] for other in others)}
+        alike = [other for other, settings in zip(same, others, strict=True) if settings == own]
+        for key in ("data", "contents", "parameters"):  # the next where those before are the same
+            value = getattr(row, key)
+            if any(getattr(other, key) != value for other in alike):
+                notes[key] = value
+                alike = [other for other in alike if getattr(other, key) == value]
+        asked = row.settings.get("steps")
+        stopped = [] if row.steps else ["steps unknown"]  # its metrics are lost
+        if asked is not None and 0 < row.steps < asked:
+            stopped = [f"{row.steps:,} of {asked:,} steps"]
+        return ", ".join([*(f"{key}={_shown(value)}" for key, value in notes.items()), *stopped])
+
+    def name(self, entries: Iterable["Entry"]) -> str:
+        """The model's name, with what distinguishes it from others of that name."""
+        note = self.difference(entries)
+        return model_name(self.first.model) + (f" ({note})" if note else "")
+
+
+def _rank(name: str, names: Sequence[str]) -> int:
+    return names.index(name) if name in names else len(names)
+
+
+def compare(rows: Iterable[Row], *, dataset: str | None = None) -> list[Entry]:
+    """Rows of the same `kind` as one entry each, in the order of the paper; of two of a seed the newer."""
+    groups: dict[str, dict[int, Row]] = {}
+    rows = sorted(rows, key=lambda row: row.date or "")
+    for row in rows:
+        if dataset is None or row.dataset == dataset:
+            groups.setdefault(row.kind, {})[row.seed] = row
+    if not groups:
+        have = ", ".join(sorted({row.dataset for row in rows})) or "no rows at all"
+        raise ValueError(f"there are no rows of {dataset or 'any data set'}: there are {have}")
+    return sorted((Entry(list(seeds.values())) for seeds in groups.values()), key=lambda entry: entry.place)
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == "":
+        return "none"
+    words = isinstance(value, list) and all(isinstance(word, str) for word in value)
+    return ",".join(value) if words else str(value)

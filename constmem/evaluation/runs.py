@@ -1,30 +1,33 @@
-"""Runs: from their folders to rows of scores, and how `constmem eval` prints these."""
+"""Runs: from their folders to rows of scores, and to forecasts of a file's sequences of events."""
 
 import hashlib
 import json
 import logging
-import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import compress
+from math import exp
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from jaxtyping import Float, Float64, Int64
+from numpy.typing import NDArray
 from safetensors.torch import load_file
+from torch import Tensor
 
 from constmem.core import checks
 from constmem.core.costs import Peak, progress
 from constmem.core.files import WEIGHTS, write_text
 from constmem.core.registry import of_events
-from constmem.data import Events, simulated
-from constmem.data.catalogue import DATASETS
-from constmem.evaluation import evaluate
-from constmem.evaluation.entries import Entry, EventEntry, PointEntry, compare, difference, entry_of
-from constmem.evaluation.events import evaluate_events
-from constmem.evaluation.rows import EventScores, Figure, Row, Scores, grouped, kind
-from constmem.evaluation.tables import MORE, other_scores
+from constmem.data import EventLog, Events, Table, simulated
+from constmem.data.catalogue import DATASETS, SECONDS
+from constmem.data.event_files import NONE, labelled_sequences
+from constmem.data.rows import free, writing
+from constmem.evaluation import PUBLISHED, Scores, evaluate
+from constmem.evaluation.events import EventScores, evaluate_events
+from constmem.evaluation.rows import Row
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
 from constmem.training.folder import EVENTS, TABLE, device_name, own_data, read_run
@@ -32,70 +35,44 @@ from constmem.training.log import read_metrics
 from constmem.training.recipes import read_recipe
 from constmem.training.sources import Source, open_source
 
-# Log-likelihoods of the paper's image table (mean of 5 seeds); for Gaussian processes of its later version.
-PUBLISHED: dict[str, dict[str, dict[str, float]]] = {
-    "emnist": {
-        "cnp": {"seen": 0.73, "unseen": 0.49},
-        "canp": {"seen": 0.94, "unseen": 0.82},
-        "np": {"seen": 0.79, "unseen": 0.59},
-        "anp": {"seen": 0.98, "unseen": 0.89},
-        "bnp": {"seen": 0.88, "unseen": 0.73},
-        "banp": {"seen": 1.01, "unseen": 0.94},
-        "tnpd": {"seen": 1.46, "unseen": 1.31},
-        "lbanp": {"seen": 1.39, "unseen": 1.17},
-        "cmanp": {"seen": 1.36, "unseen": 1.09},
-    },
-    "celeba32": {
-        "cnp": {"test": 2.15}, "canp": {"test": 2.66}, "np": {"test": 2.48}, "anp": {"test": 2.90},
-        "bnp": {"test": 2.76}, "banp": {"test": 3.09}, "tnpd": {"test": 3.89}, "lbanp": {"test": 3.97},
-        "cmanp": {"test": 3.93},
-    },
-    "celeba64": {
-        "cnp": {"test": 2.43}, "canp": {"test": 3.15}, "np": {"test": 2.60}, "bnp": {"test": 2.97},
-        "tnpd": {"test": 5.41}, "lbanp": {"test": 5.09}, "cmanp": {"test": 5.02},
-    },
-    "celeba128": {
-        "cnp": {"test": 2.55}, "np": {"test": 2.67}, "lbanp": {"test": 5.84}, "cmanp": {"test": 5.55},
-    },
-    "gp": {"cmanp": {"rbf": 1.24, "matern": 0.80}},
-    "taxi": {"thp": {"test": -0.372}, "gru": {"test": -0.453}},  # NLL an event, as EasyTPP reports it
-}  # fmt: skip
-
-POINTS = ("run", "test set", "log-likelihood", "exact", "by batch", "published", *MORE, "minutes")
-OF_EVENTS = (
-    "run", "test set", "NLL", "of time", "of mark", "published", "survival", "gap RMSE", "mark error",
-    "mark error, gap known", "KS", "minutes",
-)  # fmt: skip
-ABOUT_POINTS = (
-    "log-likelihood: nats a point, higher is better; by batch: the paper's mean over batches. RMSE, CRPS: in "
-    "the units of y (of images, white - black = 1). 50 %, 90 %: how many values lie in central intervals. "
-    "grey level: log-probability of a pixel's levels, by which densities and models of levels compare."
-)
-ABOUT_EVENTS = (
-    "NLL: nats an event, of its time plus of its mark given the time. gap RMSE: of the predicted mean gap.\n"
-    "mark error: how often the likeliest mark is wrong, predicted before the event, or given its time."
-)
-PLAIN = ("nll", "time_nll", "mark_nll", "survival_nll", "ks")
-ABOUT_SEEDS = "±: the standard deviation over seeds, beside their mean."
-
+# What others report: data set -> (who, where, {column: figure}). Those of Taxi are under the protocol that we
+# follow too. The paper's are not: other splits, other units, and an RMSE of sums of errors.
+ELSEWHERE: dict[str, tuple[tuple[str, str, dict[str, float]], ...]] = {
+    "taxi": (
+        ("RMTPP", "published elsewhere", {"nll": -0.346}),
+        ("AttNHP", "published elsewhere", {"nll": -0.493}),
+        ("NHP", "published elsewhere", {"nll": -0.514}),
+        ("S2P2", "published elsewhere", {"nll": -0.522}),
+    ),
+    "mooc": (
+        ("THP", "the paper's, another protocol", {"nll": 0.267, "rmse": 0.202, "accuracy": 0.336}),
+        ("CMHP", "the paper's, another protocol", {"nll": -0.040, "rmse": 0.168, "accuracy": 0.237}),
+    ),
+    "reddit": (
+        ("THP", "the paper's, another protocol", {"nll": 0.268, "rmse": 0.238, "accuracy": 0.610}),
+        ("CMHP", "the paper's, another protocol", {"nll": 0.528, "rmse": 0.262, "accuracy": 0.609}),
+    ),
+}
 _log = logging.getLogger("constmem")
 
 
 class Opened(NamedTuple):
-    """A run's settings, its model and its data."""
+    """A run's folder, its settings, its model, its data, and the rows or events if they are one's own."""
 
+    folder: Path
     run: dict[str, Any]
     model: Any
     source: Source[Any]
+    own: Table | EventLog | None
 
 
 def open_run(folder: Path, *, data_dir: Path | None, device: torch.device) -> Opened:
     """The run in a folder, with its model on a device."""
-    run = read_run(folder)["run"]
+    run, own = read_run(folder)["run"], own_data(folder)
     recipe = read_recipe(run["recipe"])
-    source = open_source(run["dataset"], recipe, data_dir=data_dir, device=device, own=own_data(folder))
+    source = open_source(run["dataset"], recipe, data_dir=data_dir, device=device, own=own)
     family: Any = PointProcess if of_events(run["model"]) else NeuralProcess
-    return Opened(run, family.from_pretrained(folder, device=device), source)
+    return Opened(folder, run, family.from_pretrained(folder, device=device), source, own)
 
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:
@@ -117,7 +94,7 @@ def evaluate_runs(folders: Sequence[Path], *, data_dir: Path | None, device: str
 def evaluate_run(folder: Path, *, data_dir: Path | None, device: str) -> Row:
     """Score a run on its test sets and write the row to its eval.json."""
     about, where = read_run(folder), checks.device(device)
-    run, model, source = open_run(folder, data_dir=data_dir, device=where)
+    _, run, model, source, _ = open_run(folder, data_dir=data_dir, device=where)
     metrics = metrics_of(folder)
     peak = Peak(where)
     scores = _scored(model, source, f"scoring {folder}")
@@ -182,104 +159,126 @@ def _true_nll(dataset: str, source: Source[Any]) -> dict[str, float] | None:
     return {name: -float(simulated(dataset).log_prob(events).mean) for name, events in known.items()}
 
 
-# What is printed
+# Forecasts
 
 
-def over_seeds(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The rows, and in each of several that differ by seed alone their mean and spread, as "over_seeds"."""
-    several = {kind(group[0]): asdict(entry_of(group)) for group in grouped(rows) if len(group) > 1}
-    return [
-        row.content() | ({"over_seeds": several[kind(row)]} if kind(row) in several else {}) for row in rows
-    ]
+FILES = (".csv", ".tsv", ".parquet")
+QUANTILES = 0.05, 0.5, 0.95
+STREAMS = 2048  # futures at once
+SECOND = 60.0  # a typical gap, in seconds, from which on forecasts are to the second
 
 
-def print_runs(rows: Sequence[Row], folders: Sequence[Path] | None = None) -> None:
-    """Tables of runs, of points and of events: ours beside the published, without empty columns.
+@dataclass(frozen=True)
+class Ahead:
+    """The next events of some sequences: quantiles of their times, likeliest marks, and their chances."""
+
+    times: Float64[Tensor, "b n levels"]
+    marks: Int64[Tensor, "b n"]
+    chances: Float[Tensor, "b n"]
+
+
+@torch.no_grad()
+def next_events(
+    model: PointProcess[Any], events: Events, *, ahead: int, samples: int, generator: torch.Generator
+) -> Ahead:
+    """Forecast the next event of each sequence exactly, and those after it by sampled futures."""
+    state = model.condition(events)
+    first = model.query(state)
+    times = [first.last_time[:, None] + first.quantiles(list(QUANTILES)).double()]
+    chances, marks = (t[:, None] for t in first.mark_logits().exp().max(-1))
+    if ahead > 1:
+        future = model.sample(state.repeat(samples), n=ahead, generator=generator)
+        drawn = future.times.reshape(len(events), samples, ahead)[..., 1:]
+        levels = torch.tensor(QUANTILES, dtype=drawn.dtype, device=drawn.device)
+        times += torch.quantile(drawn, levels, dim=1).permute(2, 1, 0).unbind()
+        kinds = future.marks.reshape(len(events), samples, ahead)[..., 1:]
+        shares = torch.nn.functional.one_hot(kinds, model.num_marks).double().mean(1)
+        more = shares.max(-1)
+        chances, marks = torch.cat([chances, more.values], 1), torch.cat([marks, more.indices], 1)
+    return Ahead(torch.stack(times, 1), marks, chances)
+
+
+def forecast_file(
+    run: Path,
+    path: Path,
+    out: Path,
+    *,
+    columns: Mapping[str, str | None],
+    ahead: int = 1,
+    samples: int = 200,
+    seed: int = 0,
+    device: str = "cpu",
+    replace: bool = False,
+    report: Callable[[int, int], None],
+) -> tuple[int, int]:
+    """Write the next events of every sequence of a file; returns how many sequences, and unknown marks.
 
     Args:
-        folders: where the runs are; shown where nothing else distinguishes two of them.
+        run: a trained run of events.
+        path: events so far, in the columns of the file that the run was trained on, or of `columns`.
+        out: one row for each event that is forecast: whose, 1 for the next, 2 for that after it and so on,
+            the median of its time, the 5 and 95 % quantiles (dates where the file has dates), the likeliest
+            mark and its probability.
     """
-    single = [entry_of([row]) for row in rows]
-    several = [entry for entry in compare(rows) if len(entry.seeds) > 1]
-    names = [_name(entry, single) for entry in single]
-    if folders is not None:
-        both = zip(names, folders, strict=True)
-        names = [f"{name}, {folder}" if names.count(name) > 1 else name for name, folder in both]
-    named = list(zip(single, names, strict=True)), [(entry, _name(entry, single)) for entry in several]
-    for columns, about, events in ((POINTS, ABOUT_POINTS, False), (OF_EVENTS, ABOUT_EVENTS, True)):
-        own, pooled = (
-            [
-                line
-                for entry, name in entries
-                if isinstance(entry, EventEntry) == events
-                for line in _lines(entry, name)
-            ]
-            for entries in named
+    checks.positive("ahead", ahead)
+    checks.positive("samples", samples)
+    free(out, replace=replace)
+    about = read_run(run)["run"]
+    if not of_events(about["model"]):
+        raise ValueError(
+            f"{run} is a run of {about['model']}, a model of points, which forecasts no events: use "
+            f"NeuralProcess.from_pretrained({str(run)!r}) and its query"
         )
-        if own:
-            _print(columns, [own, pooled], f"{about}\n{ABOUT_SEEDS}" if pooled else about)
+    if path.suffix not in FILES:
+        raise ValueError(f"{path}: events to go on from are read from {', '.join(FILES)} files")
+    model = PointProcess.from_pretrained(run, device=device).eval()
+    own = own_data(run)
+    labels = own.labels if isinstance(own, EventLog) else [str(i) for i in range(model.num_marks)]
+    unit = model.unit or "second"
+    named = {**(about.get("columns") or {}), **{k: v for k, v in columns.items() if v is not None}}
+    named = {what: named.get(what) for what in ("user", "mark", "time")}
+    read = labelled_sequences(path, named, unit, labels=labels)
+    events = read.events(unit).to(model.device)
+    clock = _clock(model, unit) if read.dated else float
+    generator = torch.Generator(model.device).manual_seed(seed)
+    user, mark, time = (named[what] or what for what in ("user", "mark", "time"))
+    heads = ([] if user == NONE else [user]) + ["event"]
+    step = max(1, STREAMS // (samples if ahead > 1 else 1))
+    with writing(out, heads) as write:
+        for start in range(0, len(events), step):
+            part = events.select(slice(start, start + step)).trim()
+            found = next_events(model, part, ahead=ahead, samples=samples, generator=generator)
+            whose = read.users[start : start + step]
+            rows = [([] if user == NONE else [name]) + [str(i + 1)] for name in whose for i in range(ahead)]
+            write(rows, _columns(found, labels, mark, time, clock))
+            report(min(start + step, len(events)), len(events))
+    return len(events), read.unknown
 
 
-def _name(entry: Entry, entries: Sequence[Entry]) -> str:
-    """Data, model and recipe, what distinguishes it from the others, and its seed or how many."""
-    note = difference(entry, entries, elsewhere=())
-    seeds = f" #{entry.seeds[0]}" if len(entry.seeds) == 1 else f", mean of {len(entry.seeds)} seeds"
-    return f"{entry.dataset} {entry.model} {entry.recipe}{f' ({note})' if note else ''}{seeds}"
+def _columns(
+    found: Ahead, labels: list[str], mark: str, time: str, clock: Callable[[float], Any]
+) -> dict[str, NDArray[Any]]:
+    low, middle, high = (
+        np.array([clock(t) for t in times], dtype=object)
+        for times in found.times.reshape(-1, len(QUANTILES)).T.tolist()
+    )
+    made = {time: middle, f"{time}_q5": low, f"{time}_q95": high}
+    if len(labels) == 1:  # all events are alike
+        return made
+    kinds = np.array([labels[i] for i in found.marks.flatten().tolist()], dtype=object)
+    chances = found.chances.flatten().double().cpu().numpy().round(4)
+    return made | {mark: kinds, f"{mark}_probability": chances}
 
 
-def _lines(entry: Entry, name: str) -> list[list[str]]:
-    """A line for each test set."""
-    assert isinstance(entry, PointEntry | EventEntry)
-    cells = _event_cells(entry) if isinstance(entry, EventEntry) else _point_cells(entry)
-    return [[name, test, *found, f"{entry.minutes:.1f}"] for test, found in cells.items()]
+def _clock(model: PointProcess[Any], unit: str) -> Callable[[float], str]:
+    """From times of the unit since 1970 to dates; empty beyond the calendar's end."""
+    seconds = SECONDS[unit]
+    fine = "milliseconds" if exp(float(model.log_gap_mean)) * seconds < SECOND else "seconds"
 
+    def date(time: float) -> str:
+        try:
+            return datetime.fromtimestamp(time * seconds, UTC).isoformat(timespec=fine)
+        except (ValueError, OverflowError, OSError):
+            return ""
 
-def _point_cells(entry: PointEntry) -> dict[str, list[str]]:
-    return {
-        test: [
-            entry.by_point[test].text(3), _known(entry.exact_by_point.get(test), ".3f"), by_batch.text(3),
-            _known(entry.published.get(test), ".3g"), *other_scores(entry, test),
-        ]
-        for test, by_batch in entry.by_batch.items()
-    }  # fmt: skip
-
-
-def _event_cells(entry: EventEntry) -> dict[str, list[str]]:
-    found = {}
-    for test, scores in entry.scores.items():
-        nll, time, mark, survival, ks = (scores[key].text(3) if key in scores else "" for key in PLAIN)
-        wrong = [_error(scores.get(key)) for key in ("accuracy", "accuracy_given_gap")]
-        gap, published = f"{scores['rmse'].short()} {entry.unit}", _known(entry.published.get(test), ".3g")
-        found[test] = [nll, time, mark, published, survival, gap, *wrong, ks]
-    return found
-
-
-def _known(value: float | None, form: str) -> str:
-    return "" if value is None else f"{value:{form}}"
-
-
-def _error(hits: Figure | None) -> str:
-    """How often wrong; nothing where no mark is known."""
-    return "" if hits is None else Figure(1 - hits.mean, hits.spread).text(1, percent=True)
-
-
-def _print(columns: Sequence[str], sections: Iterable[list[list[str]]], note: str) -> None:
-    """A table on the terminal, a rule between its sections."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(padding=(0, 0), caption=note, caption_justify="left")
-    sections = list(sections)
-    contents: list[Any] = list(zip(*(line for lines in sections for line in lines), strict=True))
-    filled = [any(content) for content in contents]
-    for column, content in compress(zip(columns, contents, strict=True), filled):
-        words = column in ("run", "test set")
-        # a narrow terminal may break heads, and cells before units and after a ±, but no number
-        pieces = [piece for cell in content for piece in cell.replace("± ", "±\n").split("\n")]
-        widest = None if words or column == "gap RMSE" else max(map(len, pieces))
-        table.add_column(column, justify="left" if words else "right", min_width=widest, overflow="fold")
-    for lines in sections:
-        for line in lines:
-            table.add_row(*compress(line, filled))
-        table.add_section()
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    return date

@@ -45,8 +45,20 @@ def pyplot() -> Any:
     return plt
 
 
-def save_figure(figure: Any, path: AnyPath) -> Path:
-    """Write a figure under a temporary name, then rename it into place."""
+def subplots(*shape: int, **how: Any) -> tuple[Any, Any]:
+    """A figure and its axes."""
+    figure, axes = pyplot().subplots(*shape, dpi=DPI, **how)
+    return figure, axes
+
+
+def save_figure(
+    figure: Any, path: AnyPath, *, title: str | None = None, tight: Mapping[str, Any] | None = None
+) -> Path:
+    """Write a figure under a temporary name, then rename it into place; `tight` says how it is laid out."""
+    if title is not None:
+        figure.suptitle(title, fontsize=10, x=0.02, ha="left")
+    if tight is not None:
+        figure.tight_layout(**tight)
     drawn = BytesIO()
     figure.savefig(drawn, format=Path(path).suffix.removeprefix(".") or "png")
     pyplot().close(figure)
@@ -227,18 +239,15 @@ def model_grid(
 
 def _grid(rows: int, columns: int, widths: list[float], *, margin: float = 1.1) -> tuple[Any, Any]:
     size = 0.95 * sum(widths) + margin, 0.95 * rows + 0.5
-    figure, axes = pyplot().subplots(
-        rows, columns, figsize=size, dpi=DPI, width_ratios=widths, squeeze=False
-    )  # fmt: skip
+    figure, axes = subplots(rows, columns, figsize=size, width_ratios=widths, squeeze=False)
     for axis in axes.flat:
         bare(axis)
     return figure, axes
 
 
 def _saved(figure: Any, path: AnyPath, title: str) -> Path:
-    figure.suptitle(title, fontsize=10, x=0.02, ha="left")
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.22 / figure.get_figheight()), pad=0.3)
-    return save_figure(figure, path)
+    above = 0.22 / figure.get_figheight()
+    return save_figure(figure, path, title=title, tight={"rect": (0, 0, 1, 1 - above), "pad": 0.3})
 
 
 def _brightest(completions: Sequence[Completion]) -> float:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from constmem.plots import BLUE, DPI, GREY, RED, AnyPath, plain, pyplot, save_figure
+from constmem.plots import BLUE, GREY, RED, AnyPath, plain, save_figure, subplots
 
 
 def learning_curve(entries: Sequence[Mapping[str, Any]], path: AnyPath, *, title: str) -> Path:
@@ -22,9 +22,7 @@ def learning_curve(entries: Sequence[Mapping[str, Any]], path: AnyPath, *, title
     }
     if not steps["loss"]:
         raise ValueError("the run has logged no loss yet: train it for some steps first")
-    plt = pyplot()
-    shape = {"height_ratios": (3, 2, 1)}
-    figure, axes = plt.subplots(3, 1, figsize=(6.8, 5.6), dpi=DPI, sharex=True, gridspec_kw=shape)
+    figure, axes = subplots(3, 1, figsize=(6.8, 5.6), sharex=True, height_ratios=(3, 2, 1))
     at, loss = zip(*steps["loss"], strict=True)
     dot = "o" if len(at) == 1 else ""  # a line through one point is invisible
     axes[0].plot(at, loss, color=GREY, alpha=0.7, linewidth=0.8, label="logged steps")
@@ -48,8 +46,7 @@ def learning_curve(entries: Sequence[Mapping[str, Any]], path: AnyPath, *, title
         plain(axis)
     figure.align_ylabels(axes)
     axes[0].set_title(title, loc="left", fontsize=10)
-    figure.tight_layout()
-    return save_figure(figure, path)
+    return save_figure(figure, path, tight={})
 
 
 def calibration_curve(pits: Mapping[str, Float[Tensor, " n"]], path: AnyPath, *, title: str) -> Path:
@@ -62,8 +59,7 @@ def calibration_curve(pits: Mapping[str, Float[Tensor, " n"]], path: AnyPath, *,
     Args:
         pits: for each test set, F(y) of its values under their predictions.
     """
-    plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.8), dpi=DPI)
+    figure, (left, right) = subplots(1, 2, figsize=(8.4, 3.8))
     levels = torch.linspace(0, 1, 51)
     left.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle=":")
     for (name, pit), colour in zip(pits.items(), (BLUE, RED, GREY), strict=False):
@@ -78,9 +74,7 @@ def calibration_curve(pits: Mapping[str, Float[Tensor, " n"]], path: AnyPath, *,
     for axis in (left, right):
         plain(axis)
     right.legend(frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=10, x=0.02, ha="left")
-    figure.tight_layout()
-    return save_figure(figure, path)
+    return save_figure(figure, path, title=title, tight={})
 
 
 def reliability(pit: Float[Tensor, " n"], levels: Float[Tensor, " k"]) -> Float[Tensor, " k"]:
@@ -104,16 +98,14 @@ def predicted_against_true(
     title: str,
 ) -> Path:
     """Predicted means with one deviation on either side against the truth."""
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(4.8, 4.6), dpi=DPI)
+    figure, axis = subplots(figsize=(4.8, 4.6))
     low, high = float(torch.minimum(true, mean).min()), float(torch.maximum(true, mean).max())
     axis.plot([low, high], [low, high], color="black", linewidth=0.8, linestyle=":")
     axis.errorbar(true, mean, std, fmt="o", color=BLUE, ecolor=GREY, elinewidth=0.7, markersize=3, alpha=0.8)
     axis.set(xlabel="truth", ylabel="prediction, ± one deviation")
     plain(axis)
     axis.set_title(title, loc="left", fontsize=10)
-    figure.tight_layout()
-    return save_figure(figure, path)
+    return save_figure(figure, path, tight={})
 
 
 @dataclass(frozen=True)
@@ -140,8 +132,7 @@ def panels_of_lines(
     panels: Sequence[Panel], path: AnyPath, *, title: str, xlabel: str = "rows seen", log: bool = False
 ) -> Path:
     """Panels side by side that share their names and their axis of rows (logarithmic if `log` is set)."""
-    plt = pyplot()
-    figure, axes = plt.subplots(1, len(panels), figsize=(3.1 * len(panels), 3.2), dpi=DPI, squeeze=False)
+    figure, axes = subplots(1, len(panels), figsize=(3.1 * len(panels), 3.2), squeeze=False)
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     colours = dict(zip(names, (BLUE, RED, GREY, "#2a9d8f", "#e09f3e"), strict=False))
     for axis, panel in zip(axes[0], panels, strict=True):
@@ -159,9 +150,7 @@ def panels_of_lines(
         label: line for axis in axes[0] for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }
     figure.legend(handles.values(), handles, loc="lower center", ncols=len(names), frameon=False, fontsize=9)
-    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
-    return save_figure(figure, path)
+    return save_figure(figure, path, title=title, tight={"rect": (0, 0.07, 1, 1)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,10 +174,9 @@ class Fit:
 
 def function_fits(rows: Sequence[tuple[str, Sequence[Fit]]], path: AnyPath, *, title: str) -> Path:
     """One row for each function, growing contexts from left to right."""
-    plt = pyplot()
     columns = max(len(fits) for _, fits in rows)
     size = (2.9 * columns + 0.6, 2.1 * len(rows) + 0.9)
-    figure, axes = plt.subplots(len(rows), columns, figsize=size, dpi=DPI, squeeze=False, sharex="row")
+    figure, axes = subplots(len(rows), columns, figsize=size, squeeze=False, sharex="row")
     for row, (name, fits) in zip(axes, rows, strict=True):
         low, high = _limits(fits)
         for axis, fit in zip(row, fits, strict=True):
@@ -201,9 +189,7 @@ def function_fits(rows: Sequence[tuple[str, Sequence[Fit]]], path: AnyPath, *, t
         row[0].set_ylabel(name, fontsize=9)
     handles, labels = axes[0, -1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=10, x=0.02, ha="left")
-    figure.tight_layout(rect=(0, 0.3 / size[1], 1, 1))
-    return save_figure(figure, path)
+    return save_figure(figure, path, title=title, tight={"rect": (0, 0.3 / size[1], 1, 1)})
 
 
 def _smooth(values: Sequence[float], share: float = 0.05) -> list[float]:
@@ -237,12 +223,9 @@ def _draw(axis: Any, fit: Fit) -> None:
 def _limits(fits: Sequence[Fit]) -> tuple[float, float]:
     """Room for all points and for the bands of the last fit, which has seen most."""
     last = fits[-1]
-    values = [
-        *(fit.context[1] for fit in fits if len(fit.context[1])),
-        last.mean - 2 * last.std,
-        last.mean + 2 * last.std,
-    ]
-    values += [] if last.rest is None or not len(last.rest[1]) else [last.rest[1]]
-    low, high = min(float(v.min()) for v in values), max(float(v.max()) for v in values)
+    rest = [] if last.rest is None else [last.rest[1]]
+    points = [fit.context[1] for fit in fits]
+    values = torch.cat([*points, *rest, last.mean - 2 * last.std, last.mean + 2 * last.std])
+    low, high = float(values.min()), float(values.max())
     margin = 0.35 * (high - low)
     return low - margin, high + margin

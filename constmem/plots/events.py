@@ -10,18 +10,7 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from constmem.plots import (
-    BLUE,
-    DPI,
-    GREY,
-    RED,
-    AnyPath,
-    Clock,
-    label_durations,
-    pyplot,
-    rate_unit,
-    save_figure,
-)
+from constmem.plots import BLUE, GREY, RED, AnyPath, Clock, label_durations, rate_unit, save_figure, subplots
 
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
 LONGEST = 20  # letters of a mark's name that are shown
@@ -68,11 +57,11 @@ def sequence_picture(timeline: Timeline, gap: Any, path: AnyPath, *, title: str,
     grid = torch.logspace(log10(low), log10(high), 160).double()
     density = _density(gap, grid)[:, shown]
     shades = density / density.amax(0, keepdim=True)
-    above.pcolormesh(*map(_array, (place, grid, shades)), cmap="Blues", shading="nearest", vmax=1.6)
+    above.pcolormesh(place.numpy(), grid.numpy(), shades.numpy(), cmap="Blues", shading="nearest", vmax=1.6)
     for level, style in ((0.05, ":"), (0.25, "--"), (0.5, "-"), (0.75, "--"), (0.95, ":")):
         label = {0.05: "90 % interval", 0.25: "50 % interval", 0.5: "median"}.get(level)
-        above.plot(_array(place), _array(quantiles[level]), style, color=BLUE, linewidth=0.9, label=label)
-    above.plot(_array(place), _array(gaps), ".", color=RED, markersize=5, label="what came")
+        above.plot(place, quantiles[level], style, color=BLUE, linewidth=0.9, label=label)
+    above.plot(place, gaps, ".", color=RED, markersize=5, label="what came")
     above.set(yscale="log", xlabel="event", ylim=(low, high))
     above.locator_params(axis="x", integer=True)
     label_durations(above, timeline.unit)
@@ -106,9 +95,8 @@ def hazard_picture(
     at = clock(times[shown].reshape(-1))
     figure, above, below = _panes(title, height=4.0, sharex=True)
     if true is not None:
-        above.plot(at, _array(many * seen.reshape(-1)), color=GREY, linewidth=2.4, label="true hazard")
-    line = _array(many * hazard[shown].reshape(-1))
-    above.plot(at, line, color=BLUE, linewidth=1.1, label="the model's hazard")
+        above.plot(at, many * seen.reshape(-1), color=GREY, linewidth=2.4, label="true hazard")
+    above.plot(at, many * hazard[shown].reshape(-1), color=BLUE, linewidth=1.1, label="the model's hazard")
     above.set(ylabel=f"events per {unit}", **_hazard_axis(many * seen, timeline.gaps[shown] / many))
     above.yaxis.set_major_formatter("{x:g}")
     _strokes(below, timeline, shown, clock)
@@ -124,14 +112,13 @@ def fit_picture(rescaled: Mapping[str, Float64[Tensor, " n"]], path: AnyPath, *,
     Args:
         rescaled: for each model its rescaled times (see `evaluation.events.rescaled_times`).
     """
-    plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.8), dpi=DPI)
+    figure, (left, right) = subplots(1, 2, figsize=(8.4, 3.8))
     n = min(len(values) for values in rescaled.values())
     expected = torch.linspace(0, float(torch.tensor(n).log()), 200, dtype=torch.float64)
     level = -torch.expm1(-expected)
     spread = 1.96 * (expected.expm1() / n).sqrt()  # √(p (1 - p) / n) over the density 1 - p
     band = (expected - spread).clamp_min(0), expected + spread
-    left.fill_between(*map(_array, (expected, *band)), color=GREY, alpha=0.35, linewidth=0)
+    left.fill_between(expected, *band, color=GREY, alpha=0.35, linewidth=0)
     left.plot([0, float(expected[-1])], [0, float(expected[-1])], color=GREY, linewidth=0.8)
     bins = 20
     noise = 1.96 * (bins / n * (1 - 1 / bins)) ** 0.5
@@ -139,18 +126,15 @@ def fit_picture(rescaled: Mapping[str, Float64[Tensor, " n"]], path: AnyPath, *,
     for (label, values), color in zip(rescaled.items(), _colours(len(rescaled)), strict=True):
         values = values.double().cpu()
         found = torch.quantile(_thinned(values), level)
-        left.plot(_array(expected), _array(found), color=color, linewidth=1.4, label=label)
+        left.plot(expected, found, color=color, linewidth=1.4, label=label)
         pit = -torch.expm1(-values)
         heights = torch.histc(pit, bins, 0, 1) * bins / len(pit)
-        right.stairs(
-            _array(heights), _array(torch.linspace(0, 1, bins + 1)), color=color, linewidth=1.4, label=label
-        )
+        right.stairs(heights, torch.linspace(0, 1, bins + 1), color=color, linewidth=1.4, label=label)
     left.set(xlabel="exponential quantile", ylabel="quantile of rescaled times")
     right.set(xlabel="probability of a shorter gap", ylabel="density", ylim=(0, None))
     left.legend(frameon=False, fontsize=8)
     left.set_title(title, loc="left", fontsize=10)
-    figure.tight_layout()
-    return save_figure(figure, path)
+    return save_figure(figure, path, tight={})
 
 
 def confusion_picture(
@@ -162,15 +146,14 @@ def confusion_picture(
     names: Sequence[str] | None = None,
 ) -> Path:
     """Which mark was predicted for each of the commonest, in percent of its events."""
-    plt = pyplot()
     percent = 100 * counts.cpu().double() / counts.cpu().sum(1, keepdim=True).clamp_min(1)
     labels = [str(mark) if names is None else names[mark][:LONGEST] for mark in shown.tolist()]
     predicted = [*labels, "other"]
     if not counts[:, -1].any():  # all marks are shown, or no other was ever predicted
         percent, predicted = percent[:, :-1], labels
     side = 0.48 * len(labels) + 1.6
-    figure, axis = plt.subplots(figsize=(max(side + 0.6, 5.6), side), dpi=DPI)  # wide enough for the title
-    axis.imshow(_array(percent), cmap="Blues", vmin=0, vmax=100)
+    figure, axis = subplots(figsize=(max(side + 0.6, 5.6), side))  # wide enough for the title
+    axis.imshow(percent.numpy(), cmap="Blues", vmin=0, vmax=100)
     for i, row in enumerate(percent.tolist()):
         for j, value in enumerate(row):
             if value >= 0.5:
@@ -185,19 +168,13 @@ def confusion_picture(
     )
     axis.set(xlabel="predicted mark", ylabel="true mark (events)")
     axis.set_title(title, loc="left", fontsize=10)
-    figure.tight_layout()
-    return save_figure(figure, path)
-
-
-def _array(numbers: Tensor) -> Any:
-    return numbers.detach().cpu().numpy()
+    return save_figure(figure, path, tight={})
 
 
 def _panes(title: str, *, height: float, **more: Any) -> tuple[Any, Any, Any]:
     """A figure of a large axis under a title, and below it a flat one for a time line."""
-    figure, (above, below) = pyplot().subplots(
-        2, 1, figsize=(8.0, height), dpi=DPI, layout="constrained", height_ratios=(5, 1), **more
-    )
+    shape: dict[str, Any] = {"layout": "constrained", "height_ratios": (5, 1)}
+    figure, (above, below) = subplots(2, 1, figsize=(8.0, height), **shape, **more)
     above.set_title(title, loc="left", fontsize=10)
     return figure, above, below
 
@@ -246,7 +223,7 @@ def _strokes(axis: Any, timeline: Timeline, shown: slice, clock: Clock) -> None:
     for mark in marks.unique().tolist():
         name = "unknown" if mark < 0 else f"mark {mark}" if names is None else names[mark][:LONGEST]
         colour = GREY if mark < 0 else f"C{mark % COLOURS}"
-        here = places[_array(marks == mark)]
+        here = places[(marks == mark).numpy()]
         axis.vlines(here, 0, 1, colors=colour, linewidth=1.3, label=name if named else None)
     clock.label_axis(axis)
     if timeline.num_marks > COLOURS:

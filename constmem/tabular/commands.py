@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from constmem.data.rows import free, writing
+from constmem.data.rows import free, place_of, writing
 from constmem.tabular.base import load
 from constmem.tabular.estimators import StreamingClassifier, StreamingRegressor
 from constmem.tabular.files import Chunk, TableFile, table_file
@@ -49,7 +49,7 @@ def fit_file(
     free(out, replace=replace)
     file = table_file(table)
     for name in (*targets, *ignore):
-        _known(file, name)
+        place_of(name, file.names, file.path)
     kinds = {name: kind for name, kind in file.kinds().items() if name not in ignore}
     if not set(kinds) - set(targets):
         raise ValueError(f"{table}: no columns are left to predict {', '.join(targets)} from")
@@ -144,18 +144,13 @@ def _some(rows: int, table: Path) -> None:
         raise ValueError(f"{table} has no rows that can be used: rows with a target are needed")
 
 
-def _known(file: TableFile, name: str) -> None:
-    if name not in file.names:
-        raise ValueError(f"{file.path} has no column {name!r}: it has {', '.join(file.names)}")
-
-
 def _kinds(estimator: Estimator, file: TableFile, *, targets: bool) -> dict[str, Kind]:
     """The kinds that the model's columns had, and its targets'."""
     columns = estimator.learner_.columns
     assert columns is not None
     kinds = {column.name: column.kind for column in columns.columns if column.name is not None}
     for name in (*kinds, *(estimator.target_names_ if targets else ())):
-        _known(file, name)
+        place_of(name, file.names, file.path)
     if targets:
         text = isinstance(estimator, StreamingClassifier) and estimator.classes_.dtype.kind == "U"
         kinds |= dict.fromkeys(estimator.target_names_, "text" if text else "number")

@@ -1,18 +1,16 @@
 """Tables in CSV and Parquet files, read a chunk at a time."""
 
-import csv
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from constmem.data.rows import MOST_HEADER, parquet_errors, parquet_file
+from constmem.data.rows import CsvFile, is_number, parquet_errors, parquet_file
 from constmem.tabular.frames import MOMENT, Kind
 
 ROWS = 4096  # of one chunk
@@ -41,47 +39,23 @@ class Chunk:
         return len(next(iter(self.columns.values())))
 
 
-class TableFile(Protocol):
-    """A table in a file: its columns' names and kinds, how long it is, and its rows in chunks."""
-
-    path: Path
-    names: list[str]
-    total: int
-
-    def kinds(self) -> dict[str, Kind]:
-        """Kinds of the columns, by all of the file."""
-        ...
-
-    def chunks(self, kinds: Mapping[str, Kind]) -> Iterator[Chunk]:
-        """The rows, with columns read as these kinds."""
-        ...
-
-
-def table_file(path: Path) -> TableFile:
-    """Open a CSV, TSV or Parquet file."""
+def table_file(path: Path) -> "TextTable | ParquetTable":
+    """Open a CSV, TSV or Parquet file: its columns' names and kinds, how long it is, its rows in chunks."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     match path.suffix.lower():
         case ".csv" | ".tsv":
-            return CsvFile(path)
+            return TextTable(path)
         case ".parquet":
-            return ParquetFile(path)
+            return ParquetTable(path)
     raise ValueError(f"{path}: tables are read from .csv, .tsv and .parquet files")
 
 
-class CsvFile:
-    """A text file with a line of names, then one line a row; missing values are empty, or NA."""
+class TextTable(CsvFile):
+    """A table as text; missing values are empty, or NA."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.total = path, path.stat().st_size
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            try:
-                line = file.readline(MOST_HEADER)
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path}: no CSV file of UTF-8 text ({error.reason})") from error
-            found = max(",;\t", key=line.count) if path.suffix.lower() == ".csv" else "\t"
-            self.delimiter = found if line.count(found) else ","
-            self.names = next(csv.reader([line], delimiter=self.delimiter), [])
+        super().__init__(path)
         twice = {name for name in self.names if self.names.count(name) > 1}
         if not any(self.names) or twice:
             what = f"{sorted(twice)} stand twice in" if twice else "there are none in"
@@ -89,33 +63,19 @@ class CsvFile:
 
     def _raw(self) -> Iterator[tuple[list[list[str]], int, int]]:
         """Chunks of rows as lists of text, the number of rows before, and of bytes behind us."""
-        with self.path.open("rb") as raw, TextIOWrapper(raw, newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file, delimiter=self.delimiter)
-            rows: list[list[str]] = []
-            first = 0
-            try:
-                if next(reader) != self.names:
-                    raise ValueError(f"{self.path}: the names of columns go on in its second line")
-                for row in reader:
-                    if not row:
-                        continue
-                    if len(row) != len(self.names):
-                        raise ValueError(
-                            f"{self.path}, line {reader.line_num}: {len(row)} values in "
-                            f"{len(self.names)} columns"
-                        )
-                    rows.append(row)
-                    if len(rows) == ROWS:
-                        yield rows, first, raw.tell()
-                        first, rows = first + len(rows), []
-            except (csv.Error, UnicodeDecodeError) as error:
-                raise ValueError(
-                    f"{self.path}, near line {reader.line_num}: no CSV text ({error})"
-                ) from error
-            if rows:
-                yield rows, first, self.total
+        rows: list[list[str]] = []
+        first = 0
+        with self.path.open("rb") as raw:
+            for _, cells in self.lines(raw):
+                rows.append(cells)
+                if len(rows) == ROWS:
+                    yield rows, first, raw.tell()
+                    first, rows = first + len(rows), []
+        if rows:
+            yield rows, first, self.total
 
     def kinds(self) -> dict[str, Kind]:
+        """Kinds of the columns, by all of the file."""
         found: dict[str, set[Kind]] = {name: set() for name in self.names}
         for rows, *_ in self._raw():
             for name, column in zip(self.names, zip(*rows, strict=True), strict=True):
@@ -124,6 +84,7 @@ class CsvFile:
         return {name: _only(kinds - {"empty"}) for name, kinds in found.items()}
 
     def chunks(self, kinds: Mapping[str, Kind]) -> Iterator[Chunk]:
+        """The rows, with columns read as these kinds."""
         for rows, first, done in self._raw():
             columns = {
                 name: _parsed(column, kinds[name], f"{self.path}, column {name!r}, row ", first)
@@ -141,17 +102,9 @@ def _kind(value: str) -> Kind:
     word = value.strip().lower()
     if word in ABSENT:
         return "empty"
-    if word in TRUTH or _is_number(word):
+    if word in TRUTH or is_number(word):
         return "number"
     return "date" if DATE.fullmatch(value.strip()) else "text"
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return "_" not in word
 
 
 def _parsed(column: Sequence[str], kind: Kind, where: str, first: int) -> NDArray[Any]:
@@ -186,7 +139,7 @@ def _moment(word: str) -> np.datetime64:
     return np.datetime64(when.astimezone(UTC).replace(tzinfo=None) if when.tzinfo else when, "us")
 
 
-class ParquetFile:
+class ParquetTable:
     """A Parquet file, read by pyarrow."""
 
     def __init__(self, path: Path) -> None:
@@ -194,7 +147,10 @@ class ParquetFile:
         self.path, self.names, self.total = path, self.file.schema_arrow.names, self.file.metadata.num_rows
 
     def kinds(self) -> dict[str, Kind]:
-        types = pyarrow().types
+        """Kinds of the columns, by the file's own types."""
+        import pyarrow
+
+        types = pyarrow.types
         made: dict[str, Kind] = {}
         for field in self.file.schema_arrow:
             number = types.is_integer, types.is_floating, types.is_boolean, types.is_decimal
@@ -206,6 +162,7 @@ class ParquetFile:
         return made
 
     def chunks(self, kinds: Mapping[str, Kind]) -> Iterator[Chunk]:
+        """The rows; columns must be of these kinds."""
         own, first = self.kinds(), 0
         for name in self.names:
             if name in kinds and "empty" not in (own[name], kinds[name]) and own[name] != kinds[name]:
@@ -224,7 +181,8 @@ class ParquetFile:
 
 
 def _arrow_column(column: Any, kind: Kind) -> NDArray[Any]:
-    arrow = pyarrow()
+    import pyarrow as arrow
+
     if kind == "number":
         return np.asarray(column.cast(arrow.float64()).to_numpy(zero_copy_only=False))
     if kind == "date":
@@ -236,11 +194,4 @@ def _arrow_column(column: Any, kind: Kind) -> NDArray[Any]:
     return np.array([*values, None], object)[:-1]
 
 
-def pyarrow() -> Any:
-    """The library that reads Parquet, which is an extra."""
-    try:
-        import pyarrow as arrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ImportError("Parquet files need pyarrow: pip install 'constmem[data]'") from error
-    return arrow
+TableFile = TextTable | ParquetTable

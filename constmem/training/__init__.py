@@ -10,7 +10,8 @@ import torch
 
 from constmem.core.registry import of_events
 from constmem.data import DATASETS, EventLog, Table
-from constmem.data.rows import NONE
+from constmem.data.event_files import NONE
+from constmem.data.event_log import FORMATS
 from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
 from constmem.training.folder import RUN, StoppedError, read_run
@@ -22,7 +23,6 @@ from constmem.training.sources import open_source
 
 __all__ = ["fit_dataset", "fit_events", "fit_file", "fit_named", "fit_table"]
 Options = dict[str, str | None]  # of the command line, by their names there
-FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".npz")  # of data of one's own
 ROWS = (".csv", ".tsv", ".parquet")  # points are read from these
 JITTERS = 0.0, 0.1, 0.3  # noise on inputs that is tried, in their deviations
 TRIAL = 4  # each for one in so many steps of the run
@@ -64,8 +64,9 @@ def fit_table(
     run = Run(table.name, model, "own data", recipe, seed, columns or {"file": None})
     given = any(item.startswith("validate_every=") for item in change)
     every = None if given else max(recipe.steps // 20 // LOG_EVERY * LOG_EVERY, LOG_EVERY)
-    how: dict[str, Any] = {"device": device, "resume": resume, "compiled": compiled}
-    folder = train(run, out=Path(out), own=table, validate_every=every, **how)
+    folder = train(
+        run, out=Path(out), own=table, device=device, resume=resume, compiled=compiled, validate_every=every
+    )
     return NeuralProcess.from_pretrained(folder, device=device)
 
 
@@ -151,14 +152,14 @@ def fit_named(
         The run's folder, and what there is to say about it.
     """
     path, of_file = Path(dataset), {**rows, **events, "--split": split}
-    is_file, given = path.suffix in FILES, [name for name, value in of_file.items() if value]
+    is_file, given = path.suffix in FORMATS, [name for name, value in of_file.items() if value]
     if given and not is_file:
         raise ValueError(
             f"{', '.join(given)}: these are for files of your own, but {dataset!r} is none: their names end "
-            f"in {', '.join(FILES)}"
+            f"in {', '.join(FORMATS)}"
         )
     if model is None and is_file:
-        points = any(rows.values()) or (path.suffix in FILES[:2] and not any(events.values()))
+        points = any(rows.values()) or (path.suffix in FORMATS[:2] and not any(events.values()))
         model = "cmanp-small" if points else "cmhp"
     elif model is None:
         model = "cmhp" if dataset in DATASETS and DATASETS[dataset].of_events else "cmanp"

@@ -86,7 +86,7 @@ def describe(
             raise ValueError(
                 f"{out} is a run of other settings ({'; '.join(others)}): resume it with those, or start anew"
             )
-        if own is not None and not _same(own, own_data(out)):
+        if own is not None and not own.equals(own_data(out)):
             what = "rows" if isinstance(own, Table) else "events"
             raise ValueError(f"{out} is a run on other {what} than {own.name} has now: start anew")
         return
@@ -100,12 +100,6 @@ def describe(
     about = {"commit": current_commit(), "device": device_name(where), "torch": torch.__version__}
     about["python"] = platform.python_version()
     write_text(path, json.dumps({"run": content, **about}, indent=2) + "\n")
-
-
-def _same(one: Table | EventLog, other: Table | EventLog | None) -> bool:
-    if isinstance(one, Table):
-        return isinstance(other, Table) and one.equals(other)
-    return isinstance(other, EventLog) and one.equals(other)
 
 
 def _differing(there: Any, here: Any, name: str = "") -> list[str]:

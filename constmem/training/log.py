@@ -8,9 +8,6 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-from jaxtyping import Float
-from torch import Tensor
-
 from constmem.core.files import write_text
 
 FILE, BOARD = "metrics.jsonl", "tensorboard"
@@ -106,35 +103,3 @@ class Log:
             return False
         self.best = log_likelihood
         return True
-
-
-class Losses:
-    """The losses of the steps since they were last read: noting one waits for no device.
-
-    Args:
-        room: the most steps between two readings.
-
-    Example:
-        >>> losses = Losses(3)
-        >>> for number in (1.0, 2.0):
-        ...     losses.note(Tensor([number]).sum())
-        >>> losses.read(), losses.read()
-        ([1.0, 2.0], [])
-    """
-
-    def __init__(self, room: int) -> None:
-        self._room, self._count = room, 0
-        self._kept: Tensor | None = None
-
-    def note(self, loss: Float[Tensor, ""]) -> None:
-        """Keep a copy, one small kernel: a captured step writes its next loss over the last."""
-        if self._kept is None:
-            self._kept = loss.new_empty(self._room)
-        self._kept[self._count].copy_(loss)
-        self._count += 1
-
-    def read(self) -> list[float]:
-        """All that were noted, oldest first; they are forgotten here."""
-        found: list[float] = [] if self._kept is None else self._kept[: self._count].tolist()
-        self._count = 0
-        return found

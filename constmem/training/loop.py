@@ -23,7 +23,7 @@ from constmem.data import EventLog, Table
 from constmem.neural_processes import Scales
 from constmem.neural_processes.points import PointModel
 from constmem.training.folder import CHECKPOINT, Keeper, StoppedError, claimed, describe
-from constmem.training.log import Log, Losses
+from constmem.training.log import Log
 from constmem.training.recipes import SAID_BY_DATA, EventRecipe, PointRecipe, Recipe
 from constmem.training.sources import Source, open_source
 from constmem.training.steps import ByShape, Muon, captured, clipped
@@ -115,20 +115,20 @@ def train(
         keeper = Keeper(out, lr=run.recipe.lr, model=model, optimiser=optimiser, generator=generator)
         begun = keeper.load() if goes_on else 0
         log = stack.enter_context(contextlib.closing(Log(out, begun, source.statement)))
-        stack.enter_context(_arithmetic(run.recipe.precision, where))
-        stack.enter_context(_threads(model, where))
+        stack.enter_context(_arithmetic(model, run.recipe.precision, where))
         report = stack.enter_context(progress(f"{run.dataset}/{run.model}", run.recipe.steps))
         interrupted = stack.enter_context(_interruptible())
-        done, losses, saved = begun, Losses(LOG_EVERY), time.monotonic()
+        done, saved = begun, time.monotonic()
+        losses: list[Tensor] = []  # since they were last read: noting one waits for no device
         while done < last:
-            losses.note(step_of(_rate(run.recipe, done)))
+            losses.append(step_of(_rate(run.recipe, done)).clone())  # a captured step writes over its last
             took_a_step()
             done += 1
             validates = done % every == 0 or done == run.recipe.steps
             if done % LOG_EVERY and done < last and not interrupted and not validates:
                 continue
-            found = losses.read()
-            loss = keeper.last_finite(found, done)
+            loss = keeper.last_finite(torch.stack(losses).tolist(), done)
+            losses.clear()
             log.step(done, loss, _rate(run.recipe, done - 1))
             report(done, f"loss {loss:.3f}")
             if validates:
@@ -249,32 +249,24 @@ def _stepper(
 
 
 @contextlib.contextmanager
-def _arithmetic(precision: str, where: torch.device) -> Iterator[None]:
-    """A recipe's arithmetic on a GPU, and float32 on a CPU, while it lasts: settings are a process's."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+def _arithmetic(model: Model, precision: str, where: torch.device) -> Iterator[None]:
+    """A recipe's arithmetic on a GPU, and float32 on a CPU, while it lasts: settings are a process's.
+
+    A small model on a CPU has one thread: to share its work costs more than it saves. On a quiet machine two
+    are hardly faster, on a busy one ten times slower.
+    """
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, torch.get_num_threads()
     exact = precision == "float32" or where.type != "cuda"
     torch.set_float32_matmul_precision("highest" if exact else "high")
     torch.backends.cudnn.allow_tf32 = not exact
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
-
-
-@contextlib.contextmanager
-def _threads(model: Model, where: torch.device) -> Iterator[None]:
-    """One thread for a small model on a CPU: to share its work costs more than it saves.
-
-    On a quiet machine two threads are hardly faster, on a busy one ten times slower.
-    """
-    before = torch.get_num_threads()
     if where.type == "cpu" and sum(p.numel() for p in model.parameters()) < SMALL:
         torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+        torch.set_num_threads(before[2])
 
 
 @contextlib.contextmanager

@@ -10,8 +10,7 @@ import pytest
 import record
 import tables
 
-from constmem.evaluation.entries import EventEntry, compare
-from constmem.evaluation.rows import typed_rows
+from constmem.evaluation.rows import compare, typed_rows
 from tests.evaluation.made import event_content as row
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +80,8 @@ def test_committed_rows_put_cmhp_where_the_pages_say() -> None:
         found: dict[str, dict[str, float]] = {}
         for name in event_tables.REAL:
             entries = compare(typed_rows(tables.rows(name), name))
-            found[name] = {e.model: e.scores["test"][key].mean for e in entries if isinstance(e, EventEntry)}
+            figures = {e.first.model: e.figure("test", key) for e in entries if e.first.of_events}
+            found[name] = {model: figure.mean for model, figure in figures.items() if figure is not None}
         return {name for name, own in found.items() if own[model] < own[other]}
 
     assert best("nll", "cmhp", "thp") == best("accuracy", "thp", "cmhp") == set(event_tables.REAL)

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from constmem.evaluation import PUBLISHED
 from constmem.evaluation.rows import Row, typed_rows
-from constmem.evaluation.runs import PUBLISHED
 
 SETTINGS = {"batch": 256, "steps": 100}
 POINTS: dict[str, Any] = {

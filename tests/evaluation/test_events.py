@@ -10,13 +10,13 @@ from torch.distributions import LogNormal
 
 from constmem.data import EventLogProb, Events, Hawkes
 from constmem.evaluation.events import (
+    EventScores,
     evaluate_events,
     ks_p_value,
     ks_statistic,
     mark_confusion,
     rescaled_times,
 )
-from constmem.evaluation.rows import EventScores
 from tests.evaluation.renewal import Renewal
 
 stats = pytest.importorskip("scipy.stats")

@@ -12,7 +12,7 @@ import torch
 
 from constmem import PointProcess, cli
 from constmem.data import EventLog, Events, Table
-from constmem.evaluation import next_events
+from constmem.evaluation.runs import next_events
 from constmem.point_processes import Trivial
 from constmem.training import fit_events, fit_table
 
@@ -167,7 +167,7 @@ def test_errors_are_one_clear_line_and_leave_no_file(
         ((table, new, "--out", out), "a model of points, which forecasts no events"),
         ((trained / "run", tmp_path / "gone.csv", "--out", out), "there is no file"),
         ((trained / "run", tmp_path / "new.json", "--out", out), "are read from .csv, .tsv, .parquet"),
-        ((trained / "run", other, "--out", out), "no column of"),
+        ((trained / "run", other, "--out", out), "there is no column 'customer'"),
         ((trained / "run", unsorted, "--out", out), "sort the rows by time"),
         ((trained / "run", new, "--out", tmp_path / "taken.csv"), "exists already"),
         ((trained / "run", new, "--out", tmp_path / "next.txt"), "are written to .csv, .tsv and .parquet"),

@@ -14,7 +14,7 @@ from constmem.cli import plot
 from constmem.data import Events, Table, load_events, load_images, simulated
 from constmem.evaluation import LEVELS, evaluate, pictures, pit_values
 from constmem.evaluation.events import rescaled_times
-from constmem.evaluation.pictures import Trained, completions, gp_fits, hazards, plot_runs, timeline
+from constmem.evaluation.pictures import completions, gp_fits, hazards, plot_runs, run_title, timeline
 from constmem.evaluation.runs import evaluate_run, open_run
 from constmem.neural_processes import MODELS
 from constmem.plots.curves import reliability
@@ -182,7 +182,7 @@ def test_a_gaussian_process_is_shown_with_its_exact_posterior() -> None:
 
 
 def test_the_calibration_drawn_is_the_one_that_is_scored(tmp_path: Path) -> None:
-    _, model, source = open_run(run_folder(tmp_path, "digits", "cmanp"), data_dir=None, device=CPU)
+    _, _, model, source, _ = open_run(run_folder(tmp_path, "digits", "cmanp"), data_dir=None, device=CPU)
     tasks = list(source.tests["test"]())[:3]
     scores = evaluate(model, tasks)
     found = reliability(pit_values(model, tasks), torch.tensor(LEVELS, dtype=torch.float64))
@@ -207,10 +207,8 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 def test_pictures_of_a_table_name_its_columns() -> None:
     run = {"dataset": "air.csv", "model": "cnp", "recipe_name": "own data", "seed": 0}
     columns = {"x": ["day", "place"], "y": ["heat"]}
-    source: Any = None
-    assert Trained(Path(), run, None, source).title == "CNP on air.csv (own data, seed 0)"
-    named = Trained(Path(), run | {"columns": columns}, None, source).title
-    assert named == "CNP on air.csv (own data, seed 0): heat given day, place"
+    assert run_title(run) == "CNP on air.csv (own data, seed 0)"
+    assert run_title(run | {"columns": columns}) == "CNP on air.csv (own data, seed 0): heat given day, place"
 
 
 # Events

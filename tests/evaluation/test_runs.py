@@ -12,10 +12,9 @@ import torch
 
 from constmem import cli
 from constmem.data import Table
-from constmem.evaluation.entries import compare
-from constmem.evaluation.rows import Row, json_text, read_rows
-from constmem.evaluation.runs import evaluate_run, evaluate_runs, metrics_of, over_seeds, print_runs
-from constmem.evaluation.tables import as_json
+from constmem.evaluation.rows import Row, compare, json_text, read_rows
+from constmem.evaluation.runs import evaluate_run, evaluate_runs, metrics_of
+from constmem.evaluation.tables import as_json, over_seeds, print_runs
 from constmem.training import fit_table
 from tests.evaluation.made import (
     COLUMNS,

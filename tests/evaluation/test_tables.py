@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from constmem.cli import table
-from constmem.evaluation.entries import compare
-from constmem.evaluation.rows import Row, read_rows
-from constmem.evaluation.runs import PUBLISHED
+from constmem.evaluation import PUBLISHED
+from constmem.evaluation.rows import Row, compare, read_rows
 from constmem.evaluation.tables import as_json, markdown, tabulate
 from tests.command import command
 from tests.evaluation.made import (

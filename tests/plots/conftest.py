@@ -1,27 +1,20 @@
 """Figures as they would have been written, to look at what they show."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import constmem.plots as images
-from constmem.plots import curves, events, pyplot
+from constmem import plots
 
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Every figure that was drawn, complete, instead of its file."""
     figures: list[Any] = []
-
-    def keep(figure: Any, path: Path) -> Path:
-        figure.canvas.draw()
-        figures.append(figure)
-        return path
-
-    for module in (curves, events, images):
-        monkeypatch.setattr(module, "save_figure", keep)
+    close = plots.pyplot().close
+    monkeypatch.setattr(plots, "write_bytes", lambda path, _: path)
+    monkeypatch.setattr(plots.pyplot(), "close", figures.append)
     yield figures
     for figure in figures:
-        pyplot().close(figure)
+        close(figure)

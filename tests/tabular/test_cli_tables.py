@@ -201,7 +201,10 @@ BAD = {
     ),
     "no targets": (["fit", "blank.csv", "--target", "price", "--out", "m2"], "no rows that can be used"),
     "nothing to learn from": (["fit", "one.csv", "--target", "a", "--out", "m2"], "no columns are left"),
-    "ragged": (["fit", "ragged.csv", "--target", "a", "--out", "m2"], "line 3: 1 values in 2 columns"),
+    "ragged": (
+        ["fit", "ragged.csv", "--target", "a", "--out", "m2"],
+        "line 3 of ragged.csv has 1 cells, its header 2",
+    ),
     "no rows": (["fit", "head.csv", "--target", "a", "--out", "m2"], "no rows that can be used"),
     "no table": (["fit", "empty.csv", "--target", "a", "--out", "m2"], "names of columns"),
     "another format": (["predict", "model", "notes.txt", "--out", "p.csv"], "read from .csv, .tsv"),

@@ -37,7 +37,7 @@ def test_names_of_columns_that_go_on_in_the_second_line_are_refused(tmp_path: Pa
 
 def test_a_table_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_bytes(b"a,b\xff\n1,2\n")
-    with pytest.raises(ValueError, match=r"t\.csv: no CSV file of UTF-8 text"):
+    with pytest.raises(ValueError, match=r"t\.csv is not a CSV file of UTF-8 text"):
         table_file(tmp_path / "t.csv")
 
 

@@ -11,7 +11,8 @@ import torch
 from constmem.data import EventLog, Events
 from constmem.evaluation import pictures
 from constmem.evaluation.pictures import plot_runs
-from constmem.evaluation.runs import evaluate_run, print_runs
+from constmem.evaluation.runs import evaluate_run
+from constmem.evaluation.tables import print_runs
 from constmem.point_processes import CMHP
 from constmem.training import fit_events, fit_file
 from constmem.training.recipes import event_recipe
@@ -212,7 +213,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: int, cells: list[str], messag
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (COLUMNS | {"mark": "wat"}, "no column of .* 'wat': did you mean 'what'"),
+        (COLUMNS | {"mark": "wat"}, "there is no column 'wat': did you mean 'what'"),
         ({"user": "customer", "time": "when"}, "no column of the mark .* --mark NAME, or --mark - if"),
         ({"user": "customer", "mark": "what"}, r"no column of the time .* --time NAME$"),
         (COLUMNS | {"user": "-"}, "earlier than the row before it"),
@@ -231,7 +232,7 @@ def test_what_does_not_fit_a_file_is_told(file: Path, options: dict[str, str], m
 def test_two_columns_of_one_name_are_not_guessed_between(tmp_path: Path, options: dict[str, Any]) -> None:
     content = [["a", "b", i] for i in range(20)]
     path = write(tmp_path / "shop.csv", ["user", "user", "time"], content)
-    with pytest.raises(ValueError, match=r"2 columns are called 'user', .* holds the user: rename one"):
+    with pytest.raises(ValueError, match=r"has 2 columns 'user': give each a name of its own"):
         EventLog.read(path, by="time", **options)
 
 

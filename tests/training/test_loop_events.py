@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from constmem.core.files import read_tensors
-from constmem.evaluation.runs import evaluate_run, print_runs
+from constmem.evaluation.runs import evaluate_run
+from constmem.evaluation.tables import print_runs
 from constmem.point_processes import PointProcess
 from constmem.training import folder as run_folder
 from constmem.training import loop as train
