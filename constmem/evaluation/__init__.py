@@ -23,9 +23,8 @@ from constmem.data.event_files import labelled_sequences
 from constmem.data.rows import NONE, free, writing
 from constmem.evaluation.rows import Scores
 from constmem.neural_processes import NeuralProcess
-from constmem.neural_processes.heads import SampleMixture
-from constmem.neural_processes.joint import JointNormal
-from constmem.neural_processes.levels import LevelMixture, level_log_prob
+from constmem.neural_processes.heads import LevelMixture, level_log_prob
+from constmem.neural_processes.joint import JointNormal, SampleMixture
 from constmem.point_processes import PointProcess
 from constmem.training.folder import own_data, read_run
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from constmem import CMANP, Stream, Window
 from constmem.core import costs
 from constmem.neural_processes import MODELS
-from constmem.neural_processes.heads import normal
+from constmem.neural_processes.points import normal
 
 MB = 2**20
 FEW, MANY = 20_000, 100_000

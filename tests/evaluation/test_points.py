@@ -16,7 +16,7 @@ from constmem import data as data_sets
 from constmem.data import Kernel, Task, gp_evaluation_tasks
 from constmem.evaluation import AT_ONCE, crps_of, evaluate, pit_values
 from constmem.neural_processes import CMANP, MODELS
-from constmem.neural_processes.heads import SampleMixture
+from constmem.neural_processes.joint import SampleMixture
 from constmem.training.recipes import changed, recipe
 from constmem.training.sources import open_source
 from tests.laws.models import POINT_MODELS, data, small

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from constmem.neural_processes import NeuralProcess, Scales, StoredPoints
 from constmem.neural_processes.joint import joint_log_prob, sample_jointly
-from constmem.neural_processes.stored import StoringProcess
+from constmem.neural_processes.states import StoringProcess
 from tests.conftest import Refuses
 from tests.laws.models import POINT_MODELS, data, ragged, small
 

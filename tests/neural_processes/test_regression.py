@@ -10,8 +10,9 @@ from torch import Tensor
 
 from constmem import CMANP, Stream
 from constmem.data.gp import GaussianProcess, gp_tasks
-from constmem.neural_processes.heads import SampleMixture
-from constmem.neural_processes.regression import AMPLITUDES, AT_ONCE, LENGTHS, Inverse, Product, Regression
+from constmem.neural_processes.joint import SampleMixture
+from constmem.neural_processes.regression import AMPLITUDES, AT_ONCE, LENGTHS, Inverse, Regression
+from constmem.neural_processes.states import Product
 
 
 def made(dim_x: int = 1, features: int = 128, experts: int = 4) -> Regression:
