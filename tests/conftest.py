@@ -49,7 +49,7 @@ VECTORS = {"widest": (), "256 bits": ("-mno-avx512f",), "128 bits": ("-mno-avx",
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 Kinds = type[Exception] | tuple[type[Exception], ...]
 Refuses = Callable[[Kinds, str], AbstractContextManager[None]]
-Peak = Callable[[Callable[[], object]], int]
+Peak = Callable[..., int]
 
 
 @pytest.fixture
@@ -91,9 +91,9 @@ def peak(tmp_path: Path) -> Peak:
     memray = pytest.importorskip("memray")  # not at the top: Windows has none
     paths = (tmp_path / f"{number}.bin" for number in count())
 
-    def measured(function: Callable[[], object]) -> int:
+    def measured(function: Callable[[], object], *, before: Callable[[], object] | None = None) -> int:
         path = next(paths)
-        function()  # what is allocated once, for good, is no peak
+        (function if before is None else before)()  # what is allocated once, for good, is no peak
         with memray.Tracker(path):
             function()
         with memray.FileReader(path) as reader:

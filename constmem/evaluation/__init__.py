@@ -14,9 +14,8 @@ from torch.distributions import Distribution, Normal
 
 from constmem.data import Task
 from constmem.neural_processes import NeuralProcess
-from constmem.neural_processes.heads import SampleMixture
-from constmem.neural_processes.joint import JointNormal
-from constmem.neural_processes.levels import LevelMixture, level_log_prob
+from constmem.neural_processes.heads import LevelMixture, level_log_prob
+from constmem.neural_processes.joint import JointNormal, SampleMixture
 
 LEVELS = (0.5, 0.8, 0.9, 0.95)
 OWN = ("log_likelihood", "log_likelihood_by_batch")  # NaN only where a model has failed

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from constmem.core.moments import Moments
 from constmem.neural_processes import NeuralProcess
-from constmem.neural_processes.joint import JointNormal, mixture, standardised
-from constmem.neural_processes.regression import Posterior, Regression
+from constmem.neural_processes.joint import JointNormal
+from constmem.neural_processes.regression import Posterior, Regression, mixture, standardised
 
 JITTER = 1e-8  # of the mean variance, added to each: points that are asked for twice have no inverse
 NEGLIGIBLE = 1e-3  # weight of experts that are left out, at most, each in turn from the least

@@ -10,7 +10,7 @@ from constmem.neural_processes.cmanp import CMANP
 from constmem.neural_processes.cnp import CANP, CNP
 from constmem.neural_processes.latent import ANP, NP
 from constmem.neural_processes.points import Scales
-from constmem.neural_processes.stored import StoredPoints
+from constmem.neural_processes.states import StoredPoints
 from constmem.neural_processes.transformers import EQTNP, LBANP, TNPD
 
 MODELS: dict[str, type[NeuralProcess[Any, Any]]] = {

@@ -20,8 +20,8 @@ from constmem.core import checks
 from constmem.core.algebra import EMPTY
 from constmem.core.fold import Chunk, filled, nothing, numbered, slices, streamed
 from constmem.core.monoid import NOTHING
-from constmem.neural_processes.heads import SampleMixture, normal
-from constmem.neural_processes.points import PointModel, S, mean_of_real
+from constmem.neural_processes.joint import SampleMixture, mean_of_real
+from constmem.neural_processes.points import PointModel, S, normal
 
 M = TypeVar("M", bound=Tensor | tuple[Any, ...], default=Tensor)
 

@@ -17,11 +17,11 @@ from constmem.core.costs import Needs
 from constmem.core.fold import Chunk, joined
 from constmem.core.layers import affine, keep_variance
 from constmem.neural_processes.base import M
-from constmem.neural_processes.cnp import AttendingProcess, SamplingProcess, SamplingSettings
+from constmem.neural_processes.cnp import AttendingProcess, SamplingProcess, SamplingSettings, linear_in_parts
 from constmem.neural_processes.encoders import Attended, paired, pool
-from constmem.neural_processes.heads import linear_in_parts, logmeanexp, normal
-from constmem.neural_processes.points import mean_of_real
-from constmem.neural_processes.stored import StoredPoints, StoringProcess
+from constmem.neural_processes.joint import logmeanexp, mean_of_real
+from constmem.neural_processes.points import normal
+from constmem.neural_processes.states import StoredPoints, StoringProcess
 
 
 class BootstrapProcess(SamplingProcess[StoredPoints, M], StoringProcess[M]):

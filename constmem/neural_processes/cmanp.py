@@ -18,11 +18,11 @@ from constmem.core.model import listed
 from constmem.core.moments import Moments
 from constmem.core.observation import Observation
 from constmem.kernels import Graphs
-from constmem.neural_processes.heads import Corrected, Mixture, PointMixture, through_levels
-from constmem.neural_processes.joint import JointNormal, LowRankHead
-from constmem.neural_processes.levels import LevelHead, LevelMixture
+from constmem.neural_processes.heads import Corrected, LevelMixture, LowRank, Mixture, through_levels
+from constmem.neural_processes.joint import JointNormal, PointMixture
 from constmem.neural_processes.points import Scales
-from constmem.neural_processes.regression import Posterior, Product, Regression
+from constmem.neural_processes.regression import Posterior, Regression
+from constmem.neural_processes.states import Product
 from constmem.neural_processes.transformers import LevelProcess, LevelSettings
 
 
@@ -103,24 +103,21 @@ class CMANP(LevelProcess[Any, Any]):
             raise ValueError(
                 "moments, levels, rank and normals are kinds of predictions: set one of them, the others 0"
             )
+        sizes = self._set("dim", "hidden") | {"dim_y": self.dim_y}
         if levels:
-            self.head = self._level_head(levels, components)
+            if levels < 2:
+                raise ValueError(
+                    f"levels must be 2 or more (256 for images of bytes), or 0 for none, not {levels}"
+                )
+            checks.positive("components", components)
+            self.head = Mixture(**sizes, components=components, levels=levels)
         if rank:
             checks.positive("rank", rank)
-            self.head = LowRankHead(**self._set("dim", "hidden", "std"), dim_y=self.dim_y, rank=rank)
+            self.head = LowRank(**sizes, **self._set("std"), rank=rank)
         if normals:
             checks.positive("normals", normals)
-            self.head = Mixture(**self._set("dim", "hidden"), dim_y=self.dim_y, components=normals)
+            self.head = Mixture(**sizes, components=normals, depth=3)
         self._graphs = Graphs()
-
-    def _level_head(self, levels: int, components: int) -> LevelHead:
-        if levels < 2:
-            raise ValueError(
-                f"levels must be 2 or more (256 for images of bytes), or 0 for none, not {levels}"
-            )
-        checks.positive("components", components)
-        sizes = self._set("dim", "hidden")
-        return LevelHead(**sizes, dim_y=self.dim_y, components=components, levels=levels)
 
     def set_scales(self, scales: Scales | None) -> None:
         if scales is not None and self.levels:
@@ -223,8 +220,8 @@ class CMANP(LevelProcess[Any, Any]):
         return self._graphs.run(self, work, *given) if on_gpu(given[0]) else work(*given)
 
     def _decode(self, memory: Tensor, xt: Tensor) -> tuple[Tensor, ...]:
-        tokens = self.embed_target(xt.to(self.dtype))
-        return self.head(through_levels(tokens, memory.unbind(1), self.cross, self.feed))  # type: ignore[no-any-return]
+        tokens = through_levels(self, self.embed_target(xt.to(self.dtype)), memory.unbind(1))
+        return self.head(tokens)  # type: ignore[no-any-return]
 
     def _decode_experts(self, latents: Tensor, *posterior_and_xt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert self.regression is not None
@@ -234,7 +231,7 @@ class CMANP(LevelProcess[Any, Any]):
         log_weight = posterior.evidence[:, None].expand(-1, xt.shape[1], -1)
         known = torch.cat([mean.flatten(2), std.log().flatten(2), log_weight.exp()], -1)
         tokens = self.embed_target(xt.to(self.dtype)) + self.recall(known.to(self.dtype))
-        tokens = through_levels(tokens, latents.unbind(1), self.cross, self.feed)
+        tokens = through_levels(self, tokens, latents.unbind(1))
         found = *self.head(tokens, mean, std), log_weight
         wide = torch.promote_types(self.dtype, torch.float32)
         return found[0].to(wide), found[1].to(wide), found[2].to(wide)

@@ -1,21 +1,74 @@
 """The CNP family: what its models share, and the conditional ones, by means of points or by attention."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Required, TypedDict, Unpack
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from constmem.core.checks import positive
 from constmem.core.costs import Needs
 from constmem.core.fold import Chunk, joined
+from constmem.core.layers import MLP, RELU, affine, keep_variance
 from constmem.core.state import AttentionState
 from constmem.neural_processes.base import M, NeuralProcess
 from constmem.neural_processes.encoders import Attended, AttentiveEncoder, PoolingPair
-from constmem.neural_processes.heads import AnyStd, PointDecoder
+from constmem.neural_processes.heads import AnyStd, std_of
 from constmem.neural_processes.points import S
-from constmem.neural_processes.stored import StoredPoints, StoringProcess
+from constmem.neural_processes.states import StoredPoints, StoringProcess
+
+
+class PointDecoder(nn.Module):
+    """An MLP from a target's x and what was encoded to mean and standard deviation."""
+
+    def __init__(
+        self, *, dim_x: int, dim_y: int, dim_in: int, dim: int, decoder_depth: int, std: AnyStd
+    ) -> None:
+        super().__init__()
+        if std not in ("bounded", "exp", "coarse"):
+            raise ValueError(f"std must be 'bounded', 'exp' or 'coarse', not {std!r}")
+        if decoder_depth < 2:
+            raise ValueError(f"decoder_depth must be at least 2, not {decoder_depth}")
+        self.std: AnyStd = std
+        self.first = keep_variance(nn.Linear(dim_x + dim_in, dim), gain=RELU)
+        share = torch.tensor([dim_x] * dim_x + [dim_in] * dim_in) / (dim_x + dim_in)
+        with torch.no_grad():  # x, a few channels among many, starts with half of the say
+            self.first.weight /= (2 * share).sqrt()
+        self.rest = MLP(dim_in=dim, dim_hidden=dim, dim_out=2 * dim_y, depth=decoder_depth - 1)
+
+    def forward(
+        self, xt: Float[Tensor, "*#b x"], *parts: Float[Tensor, "*#b _"]
+    ) -> tuple[Float[Tensor, "*b y"], Float[Tensor, "*b y"]]:
+        """Mean and standard deviation from what was encoded, in as many parts as there are."""
+        return self.predict(self.hidden(xt, *parts))
+
+    def hidden(self, xt: Float[Tensor, "*#b x"], *parts: Float[Tensor, "*#b _"]) -> Float[Tensor, "*b d"]:
+        """What the first layer gives."""
+        return linear_in_parts((xt, *parts), *affine(self.first))
+
+    def predict(self, hidden: Float[Tensor, "*b d"]) -> tuple[Float[Tensor, "*b y"], Float[Tensor, "*b y"]]:
+        """What follows on the first layer."""
+        mean, raw = self.rest(F.relu(hidden)).chunk(2, -1)
+        return mean, std_of(raw, self.std)
+
+
+def linear_in_parts(
+    parts: Sequence[Float[Tensor, "*#b _"]], weight: Float[Tensor, "o i"], bias: Tensor | None = None
+) -> Float[Tensor, "*b o"]:
+    """A linear map of parts side by side, which are broadcast against each other only behind it.
+
+    Each is one product of matrices, whatever its strides: the same to the last digit.
+    """
+    weights = weight.split([part.shape[-1] for part in parts], 1)
+    total: Tensor | None = None
+    for part, own in zip(parts, weights, strict=True):
+        flat = F.linear(part.flatten(0, -2), own, bias if total is None else None)
+        term = flat.view(*part.shape[:-1], weight.shape[0])
+        total = term if total is None else total + term
+    assert total is not None
+    return total
 
 
 class EncodingSettings(TypedDict, total=False):

@@ -1,4 +1,4 @@
-"""Predictions at several targets together: by the chain rule, by a low rank, and of mixed regressions.
+"""Predictions: mixtures, targets that belong together, and joint ones of any model by the chain rule.
 
 Any neural process predicts jointly a few targets at a time, each block given all before it:
 
@@ -10,39 +10,125 @@ joint distribution: near-by for a well trained model, never the same. A `JointNo
 """
 
 from math import log, pi
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.distributions import Distribution, Normal
+from torch.distributions import Distribution, Normal, constraints
 
 from constmem.core import checks
-from constmem.core.moments import Moments
-from constmem.neural_processes.base import NeuralProcess
-from constmem.neural_processes.heads import PreciseHead, SampleMixture, Std, std_of
-from constmem.neural_processes.levels import LevelMixture
-from constmem.neural_processes.points import S
-from constmem.neural_processes.regression import Inverse, Posterior
+from constmem.neural_processes.points import S, normal
+from constmem.neural_processes.regression import Inverse
+
+if TYPE_CHECKING:
+    from constmem.neural_processes.base import NeuralProcess
 
 
-class LowRankHead(PreciseHead):
-    """Mean, own deviation and loadings of every target, each from its own token alone.
+def mean_of_real(numbers: Float[Tensor, "b n"], mask: Tensor | None) -> Float[Tensor, ""]:
+    """The mean over all points of the batch that are not masked out."""
+    if mask is None:
+        return numbers.sum() / max(numbers.numel(), 1)
+    return torch.where(mask, numbers, 0.0).sum() / mask.sum().clamp_min(1)
+
+
+def logmeanexp(numbers: Float[Tensor, "*b k"]) -> Float[Tensor, "*b"]:
+    """log of the mean of exponentials over the last axis."""
+    return numbers.logsumexp(-1) - log(numbers.shape[-1])
+
+
+def chosen(
+    place: Float[Tensor, "*s b #m 1"], log_weight: Float[Tensor, "b m k"], *parts: Float[Tensor, "b m k y"]
+) -> list[Float[Tensor, "*s b m y"]]:
+    """The parts of those components of mixtures that numbers from 0 to 1 fall to, by their weights."""
+    passed = place > log_weight.exp().cumsum(-1)[..., :-1]  # but for the last, which is up to 1
+    *lead, k, y = *passed.shape[:-1], *parts[0].shape[-2:]
+    pick = passed.sum(-1)[..., None, None].expand(*lead, 1, y)
+    return [t.expand(*lead, k, y).gather(-2, pick).squeeze(-2) for t in parts]
+
+
+class SampleMixture(Distribution):
+    """A mixture of k normals at every point: what k samples of a latent, or k experts, predict together.
+
+    Its `log_prob` is that of a point, log sum_k w_k prod_y N(y | mean_k, std_k): the channels of one
+    sample belong together. It is returned as (b, m, 1), so that `log_prob(y).sum(-1)` is the
+    log-likelihood of a point here as it is for independent normals. `mean`, `variance` and `cdf` are
+    those of each channel. `sample` draws one component for a whole task: its points belong together.
 
     Args:
-        rank: how many directions targets have in common.
+        log_weight: log w_k, the same at all points of a task; an even mixture if not given.
+
+    Example:
+        >>> one = torch.zeros(1, 2, 1, 3), torch.ones(1, 2, 1, 3)
+        >>> alone = SampleMixture(*one).log_prob(torch.zeros(1, 2, 3))  # a mixture of one is a normal
+        >>> torch.allclose(alone.sum(-1), Normal(0.0, 1.0).log_prob(torch.zeros(1, 2, 3)).sum(-1))
+        True
     """
 
-    def __init__(self, *, dim: int, hidden: int, dim_y: int, rank: int, std: Std = "bounded") -> None:
-        super().__init__(dim=dim, hidden=hidden, dim_out=(2 + rank) * dim_y)
-        self.rank, self.dim_y, self.std = rank, dim_y, std
+    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {}
+    support = constraints.real_vector
+    apart: ClassVar[bool] = False  # whether each point is of a component of its own
 
-    def forward(
-        self, tokens: Float[Tensor, "b m d"]
-    ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"], Float[Tensor, "b m y r"]]:
-        """Mean, deviation, and loadings in units of that deviation."""
-        mean, raw, loading = self.raw(tokens).split([self.dim_y, self.dim_y, self.rank * self.dim_y], -1)
-        return mean, std_of(raw, self.std), loading.unflatten(-1, (self.dim_y, -1)) / self.rank**0.5
+    def __init__(
+        self,
+        means: Float[Tensor, "b m k y"],
+        stds: Float[Tensor, "b m k y"],
+        log_weight: Float[Tensor, "b m k"] | None = None,
+    ) -> None:
+        self.components = normal(means, stds)
+        even = self.components.mean.new_full((), -log(means.shape[-2])).expand(means.shape[:-1])
+        self.log_weight = even if log_weight is None else log_weight.to(even.dtype)
+        super().__init__(means.shape[:2], means.shape[-1:], validate_args=False)
+
+    @property
+    def weight(self) -> Float[Tensor, "b m k 1"]:
+        """Of each component."""
+        return self.log_weight.exp()[..., None]
+
+    @property
+    def mean(self) -> Float[Tensor, "b m y"]:
+        return (self.weight * self.components.mean).sum(-2)
+
+    @property
+    def variance(self) -> Float[Tensor, "b m y"]:
+        apart = (self.components.mean - self.mean[..., None, :]).square()
+        return (self.weight * (self.components.variance + apart)).sum(-2)
+
+    def log_prob(self, value: Float[Tensor, "b m y"]) -> Float[Tensor, "b m 1"]:
+        each: Tensor = self.components.log_prob(value[..., None, :]).sum(-1)
+        return (each + self.log_weight).logsumexp(-1)[..., None]
+
+    def joint_log_prob(self, value: Float[Tensor, "b m y"]) -> Float[Tensor, " b"]:
+        """Of all points of a task together, which are of one component."""
+        if value.shape[1] == 0:
+            return value.new_zeros(value.shape[0])
+        each: Tensor = self.components.log_prob(value[..., None, :]).sum((1, 3))
+        return (each + self.log_weight[:, 0]).logsumexp(-1)
+
+    def cdf(self, value: Float[Tensor, "b m y"]) -> Float[Tensor, "b m y"]:
+        out: Tensor = (self.weight * self.components.cdf(value[..., None, :])).sum(-2)
+        return out
+
+    def sample(
+        self, sample_shape: Any = (), *, generator: torch.Generator | None = None
+    ) -> Float[Tensor, "*s b m y"]:
+        means, stds = self.components.mean, self.components.stddev
+        how: dict[str, Any] = {"generator": generator, "device": means.device, "dtype": means.dtype}
+        with torch.no_grad():
+            each = means.shape[1] if self.apart else 1
+            place = torch.rand((*sample_shape, means.shape[0], each, 1), **how)
+            mean, std = chosen(place, self.log_weight, means, stds)
+            return mean + std * torch.randn(mean.shape, **how)
+
+
+class PointMixture(SampleMixture):
+    """A mixture of k normals whose weights differ from point to point: points are independent."""
+
+    apart: ClassVar[bool] = True
+
+    def joint_log_prob(self, value: Float[Tensor, "b m y"]) -> Float[Tensor, " b"]:
+        total: Tensor = self.log_prob(value).sum((1, 2))
+        return total
 
 
 class JointNormal(Normal):
@@ -129,7 +215,7 @@ class JointNormal(Normal):
 
 @torch.no_grad()
 def sample_jointly(
-    model: NeuralProcess[S, Any],
+    model: "NeuralProcess[S, Any]",
     state: S,
     xt: Float[Tensor, "b m x"],
     *,
@@ -167,7 +253,7 @@ def sample_jointly(
 
 
 def joint_log_prob(
-    model: NeuralProcess[S, Any],
+    model: "NeuralProcess[S, Any]",
     state: S,
     xt: Float[Tensor, "b m x"],
     yt: Float[Tensor, "b m y"],
@@ -191,8 +277,8 @@ def joint_log_prob(
 
 
 def _draw(predicted: Distribution, generator: torch.Generator | None) -> Float[Tensor, "b m y"]:
-    if isinstance(predicted, SampleMixture | LevelMixture | JointNormal):
-        return predicted.sample(generator=generator)
+    if type(predicted) is not Normal:
+        return predicted.sample(generator=generator)  # type: ignore[call-arg]
     mean, std = predicted.mean, predicted.stddev
     return mean + std * torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
 
@@ -202,38 +288,3 @@ def _log_prob(predicted: Distribution, y: Float[Tensor, "b m y"]) -> Float[Tenso
         return predicted.joint_log_prob(y)
     out: Tensor = predicted.log_prob(y).sum((1, 2))
     return out
-
-
-def mixture(
-    posterior: Posterior, phi: Float[Tensor, "*b q p"], noise: Float[Tensor, " k"] | None = None
-) -> tuple[Float[Tensor, "*b q"], Float[Tensor, "*b q q"]]:
-    """Mean and covariance at q points together of all experts of one output, by their normalised evidence.
-
-    Args:
-        posterior: one for all batches of points, or a batch of them, which is broadcast against the points'.
-        noise: variance that each expert adds to every point; none if not given.
-    """
-    log_weight, weights, covariance = posterior
-    if log_weight.ndim > 1:  # each batch of points has a posterior of its own
-        batch = torch.broadcast_shapes(phi.shape[:-2], log_weight.shape[:-1])
-        phi = phi.expand(*batch, *phi.shape[-2:])[..., None, :, :]
-        mean, each = (phi @ weights).squeeze(-1), phi @ covariance @ phi.mT  # (*b, k, q), (*b, k, q, q)
-    else:  # a product of all points with one matrix for each expert
-        flat = phi.reshape(-1, phi.shape[-1])
-        mean = (flat @ weights.squeeze(-1).mT).unflatten(0, phi.shape[:-1]).mT
-        half = (flat @ covariance).unflatten(1, phi.shape[:-1]).movedim(0, -3)  # (*b, k, q, p)
-        each = half @ phi[..., None, :, :].mT
-    if noise is not None:
-        each = each + noise[:, None, None] * torch.eye(each.shape[-1], dtype=each.dtype, device=each.device)
-    weight = log_weight.exp()[..., None]
-    middle = (weight * mean).sum(-2)
-    apart = mean - middle[..., None, :]
-    return middle, (weight[..., None] * (each + apart[..., :, None] * apart[..., None, :])).sum(-3)
-
-
-def standardised(moments: Moments, mean: float, std: float) -> Moments:
-    """The moments of features and (y - mean) / std, from those of y and features with a one behind them."""
-    sums, total, count = moments.gram[..., :-1, -1:], moments.cross[..., -1, :], moments.count[..., None]
-    square = (moments.square - 2 * mean * total + mean**2 * count) / std**2
-    cross = (moments.cross[..., :-1, :] - mean * sums) / std
-    return Moments(moments.gram[..., :-1, :-1], cross, square, moments.count)

@@ -20,9 +20,9 @@ from constmem.core.fold import Chunk, joined, slices
 from constmem.core.state import AttentionState
 from constmem.neural_processes.cnp import AttendingProcess, PoolingProcess, SamplingProcess, SamplingSettings
 from constmem.neural_processes.encoders import Keyed
-from constmem.neural_processes.heads import logmeanexp, normal
-from constmem.neural_processes.points import S
-from constmem.neural_processes.stored import StoredPoints
+from constmem.neural_processes.joint import logmeanexp
+from constmem.neural_processes.points import S, normal
+from constmem.neural_processes.states import StoredPoints
 
 
 class Sampled(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any, Generic
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributions import Normal
 from typing_extensions import TypeVar
 
 from constmem.core import checks, costs
@@ -22,11 +23,10 @@ _UNITS = "scales."
 PARTS = ("x_mean", "x_std", "y_mean", "y_std")
 
 
-def mean_of_real(numbers: Float[Tensor, "b n"], mask: Tensor | None) -> Float[Tensor, ""]:
-    """The mean over all points of the batch that are not masked out."""
-    if mask is None:
-        return numbers.sum() / max(numbers.numel(), 1)
-    return torch.where(mask, numbers, 0.0).sum() / mask.sum().clamp_min(1)
+def normal(mean: Tensor, std: Tensor) -> Normal:
+    """A normal distribution in at least float32; its arguments were checked at the border."""
+    wide = torch.promote_types(mean.dtype, torch.float32)
+    return Normal(mean.to(wide), std.to(wide), validate_args=False)
 
 
 def near(bounds: Sequence[float], number: float) -> bool:

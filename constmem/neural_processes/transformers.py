@@ -1,7 +1,7 @@
 """Neural processes that are transformers over all their data: LBANP, TNP-D and EQTNP."""
 
 from collections.abc import Iterable
-from typing import ClassVar, Required, TypedDict, Unpack
+from typing import ClassVar, NamedTuple, Required, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +13,9 @@ from constmem.core.checks import positive
 from constmem.core.costs import Needs
 from constmem.core.layers import MLP, CrossAttention, FeedForward, Residual, SelfAttention
 from constmem.neural_processes.base import M, NeuralProcess
-from constmem.neural_processes.heads import Gaussian, Levels, Std, through_levels
+from constmem.neural_processes.heads import Gaussian, Std, through_levels
 from constmem.neural_processes.points import S
-from constmem.neural_processes.stored import StoredPoints, StoringProcess
+from constmem.neural_processes.states import StoredPoints, StoringProcess
 
 
 class TokenSettings(TypedDict, total=False):
@@ -82,28 +82,31 @@ class LevelProcess(TokenProcess[S, M]):
         dim, depth = self.config["dim"], self.config["embed_depth"]
         self.embed_target = MLP(dim_in=self.dim_x, dim_hidden=dim, dim_out=dim, depth=depth)
 
-    def _cross(self) -> CrossAttention:
-        return CrossAttention(**self._set("dim", "num_heads", "residual"))
-
-    def _feed(self) -> FeedForward:
-        return FeedForward(**self._set("dim", "hidden", "residual"))
-
-    def _among(self) -> SelfAttention:
-        return SelfAttention(**self._set("dim", "num_heads", "residual"))
+    def _layer(self, kind: type[nn.Module]) -> nn.Module:
+        """A layer of the model's sizes."""
+        inside = "hidden" if kind is FeedForward else "num_heads"
+        return kind(**self._set("dim", inside, "residual"))
 
     def _add_decoder(self) -> None:
         """What targets go through: the last of a model's weights."""
         depth = self.config["depth"]
-        self.cross = nn.ModuleList(self._cross() for _ in range(depth))
-        self.feed = nn.ModuleList(self._feed() for _ in range(depth))
+        self.cross = nn.ModuleList(self._layer(CrossAttention) for _ in range(depth))
+        self.feed = nn.ModuleList(self._layer(FeedForward) for _ in range(depth))
         self.head: nn.Module = Gaussian(**self._set("dim", "hidden", "std"), dim_y=self.dim_y)
 
     def _decode_levels(
         self, levels: Iterable[Tensor], xt: Tensor, mask: Tensor | None = None
     ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
         """Predictions at targets that attend to every level, and never see each other."""
-        tokens = self.embed_target(xt.to(self.dtype))
-        return self.head(through_levels(tokens, levels, self.cross, self.feed, mask))  # type: ignore[no-any-return]
+        tokens = through_levels(self, self.embed_target(xt.to(self.dtype)), levels, mask)
+        return self.head(tokens)  # type: ignore[no-any-return]
+
+
+class Levels(NamedTuple):
+    """Tokens of a ragged context at every level of a model, and which of them are real (None: all)."""
+
+    tokens: tuple[Float[Tensor, "b n d"], ...]
+    mask: Bool[Tensor, "b n"] | None
 
 
 class LBANP(LevelProcess[StoredPoints, Tensor], StoringProcess[Tensor]):
@@ -130,13 +133,13 @@ class LBANP(LevelProcess[StoredPoints, Tensor], StoringProcess[Tensor]):
         positive("num_latents", num_latents)
         depth = self.config["depth"]
         self.latents = nn.Parameter(torch.randn(num_latents, self.config["dim"]))
-        self.look = nn.ModuleList(self._cross() for _ in range(depth))
+        self.look = nn.ModuleList(self._layer(CrossAttention) for _ in range(depth))
         self.think = nn.ModuleList(self._thought() for _ in range(depth))
         self._add_decoder()
 
     def _thought(self) -> nn.Module:
-        attention = self._among()  # first, so that a seed gives the weights it always gave
-        return nn.Sequential(self._feed(), attention, self._feed())
+        attention = self._layer(SelfAttention)  # first, so that a seed gives the weights it always gave
+        return nn.Sequential(self._layer(FeedForward), attention, self._layer(FeedForward))
 
     def needs(self, *, learning: bool) -> Needs:
         """A point's token, its norm, key and value; while learning, the last three in every layer."""
@@ -265,8 +268,8 @@ class EQTNP(LevelProcess[StoredPoints, Levels], StoringProcess[Levels]):
     def __init__(self, **settings: Unpack[LevelSettings]) -> None:
         super().__init__(**settings)
         before_last = range(self.config["depth"] - 1)
-        self.among = nn.ModuleList(self._among() for _ in before_last)
-        self.among_feed = nn.ModuleList(self._feed() for _ in before_last)
+        self.among = nn.ModuleList(self._layer(SelfAttention) for _ in before_last)
+        self.among_feed = nn.ModuleList(self._layer(FeedForward) for _ in before_last)
         self._add_decoder()
 
     def needs(self, *, learning: bool) -> Needs:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from constmem.core import checks
 from constmem.point_processes.events import Events
-from constmem.point_processes.padding import NOTHING, UNKNOWN, exact, numbers
+from constmem.point_processes.padding import NOTHING, UNKNOWN, exact, numbers, out_of_range, refuse
 
 FEW = 32  # events that are looked at one by one
 Recent = tuple[Float64[Tensor, "b k"], Float64[Tensor, "b k"], Int64[Tensor, "b k"]]  # times, gaps, marks
@@ -150,25 +150,19 @@ def _require_fitting(
             UNKNOWN <= mark < num_marks for mark in marks.flatten().tolist()
         ):
             return
-    good_times = (times >= before) & torch.isfinite(times)
-    good_marks = (marks >= UNKNOWN) & (marks < num_marks)
-    packed = torch.ones_like(good_marks[:, 1:]) if mask is None else mask[:, :-1] | ~mask[:, 1:]
-    if bool(good_times.all() & good_marks.all() & packed.all()):
-        return
-    if not bool(good_times.all()):
-        k, i = (~good_times).nonzero()[0].tolist()
-        raise ValueError(
+    packed = torch.ones_like(marks[:, 1:], dtype=torch.bool) if mask is None else mask[:, :-1] | ~mask[:, 1:]
+    refuse(
+        (~((times >= before) & times.isfinite()), lambda k, i: (
             f"event {i} of stream {k} is at {times[k, i].item()}, but the one before it was at "
             f"{before[k, i].item()}: times are finite, absolute and never decrease"
-        )
-    if not bool(good_marks.all()):
-        k, i = (~good_marks).nonzero()[0].tolist()
-        raise ValueError(
-            f"event {i} of stream {k} has mark {marks[k, i].item()}: marks go from 0 to num_marks - 1 = "
-            f"{num_marks - 1}, and -1 is an unknown one"
-        )
-    k = int((~packed).nonzero()[0, 0])
-    raise ValueError(f"stream {k} has a missing event before a real one: the missing ones come last")
+        )),
+        ((marks < UNKNOWN) | (marks >= num_marks), lambda k, i: (
+            f"event {i} of stream {k} has mark {marks[k, i].item()}: {out_of_range(num_marks)}"
+        )),
+        (~packed, lambda k, _: (
+            f"stream {k} has a missing event before a real one: the missing ones come last"
+        )),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

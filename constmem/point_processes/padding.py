@@ -1,6 +1,6 @@
 """From ragged sequences to padded tensors, and what is wrong with them: which sequence, at which index."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from constmem.core import checks
 Given = NDArray[Any] | Sequence[Any] | int | float  # numbers that are no tensor yet
 Sequences = Iterable[Any]  # of sequences of numbers: lists, arrays or tensors
 Bounds = Given | Tensor | None
+Fault = tuple[Tensor, Callable[[int, int], str]]  # where something is wrong, and what to say of a place
 UNKNOWN, NOTHING = -1, -2  # a mark that nobody knows; no event yet
 
 
@@ -176,20 +177,55 @@ def check_events(
         raise ValueError(f"unit is {unit!r}, but must name what times are counted in, such as 'second'")
     checks.positive("num_marks", num_marks)
     _check_shapes(times, marks, mask, t_start, t_end)
-    before = torch.cat([t_start[:, None], times], 1)[:, :-1]
-    finite = torch.isfinite(times) & torch.isfinite(t_start)[:, None]
-    sorted_ = (times >= before) | ~finite  # what is not finite comes first
-    packed = mask[:, :-1] | ~mask[:, 1:]
-    repeated = mask | (times == before)
-    in_range = torch.where(mask, (marks >= -1) & (marks < num_marks), marks == -1)
-    whole = torch.isfinite(t_start).all()
-    if t_end is not None:
-        last = times[:, -1] if times.shape[1] else t_start
-        whole = whole & torch.isfinite(t_end).all() & (t_end >= last).all()
-    good = torch.stack([x.all() for x in (finite, sorted_, packed, repeated, in_range, whole)])
-    if bool(good.all()):
-        return
-    _explain(times, marks, mask, t_start, t_end, num_marks, finite, sorted_, packed, in_range)
+    before, last = torch.cat([t_start[:, None], times], 1).split([times.shape[1], 1], 1)
+    bounds = {"t_start": t_start} | ({} if t_end is None else {"t_end": t_end})
+
+    def finite(name: str) -> Fault:
+        return ~bounds[name].isfinite()[
+            :, None
+        ], lambda k, _: f"{name} of sequence {k} is {bounds[name][k].item()}: it must be finite"
+
+    def range_of(k: int, i: int) -> str:
+        if not bool(mask[k, i]):
+            return f"marks[{k}, {i}] is {marks[k, i].item()}, but is padding: it must be -1"
+        return f"marks[{k}, {i}] is {marks[k, i].item()}: {out_of_range(num_marks)}"
+
+    in_range = torch.where(mask, (marks >= UNKNOWN) & (marks < num_marks), marks == UNKNOWN)
+    refuse(
+        *map(finite, bounds),
+        (~times.isfinite(), lambda k, i: (
+            f"times[{k}, {i}] is {times[k, i].item()}: every time must be finite"
+        )),
+        (mask[:, 1:] & ~mask[:, :-1], lambda k, i: (
+            f"sequence {k} has padding at index {i} before a real event: put the real events first"
+        )),
+        (times < before, lambda k, i: (
+            f"the times of sequence {k} decrease at index {i}: {times[k, i].item()} comes after "
+            f"{'' if i else 'its t_start, '}{before[k, i].item()}; times are absolute and sorted (for "
+            "differences use from_gaps)"
+        )),
+        (~in_range, range_of),
+        (last > (torch.inf if t_end is None else t_end[:, None]), lambda k, _: (
+            f"t_end of sequence {k} is {bounds['t_end'][k].item()}, before its last event at "
+            f"{last[k, 0].item()}: leave out events after t_end, or give a later one"
+        )),
+        (~mask & (times != before), lambda *_: (
+            "padding must repeat the last real time of its sequence (t_start where there is none)"
+        )),
+    )  # fmt: skip
+
+
+def refuse(*faults: Fault) -> None:
+    """Raise what the first of some faults says of the first place it is at; a device is waited for once."""
+    there = torch.stack([bad.any() for bad, _ in faults]).tolist()
+    for (bad, say), found in zip(faults, there, strict=True):
+        if found:
+            raise ValueError(say(*bad.nonzero()[0].tolist()))
+
+
+def out_of_range(num_marks: int) -> str:
+    """What is wrong with a mark."""
+    return f"marks go from 0 to num_marks - 1 = {num_marks - 1}, and -1 is an unknown one"
 
 
 def _check_shapes(times: Tensor, marks: Tensor, mask: Tensor, t_start: Tensor, t_end: Tensor | None) -> None:
@@ -212,55 +248,3 @@ def _check_shapes(times: Tensor, marks: Tensor, mask: Tensor, t_start: Tensor, t
             )
         if tensor.device != times.device:
             raise ValueError(f"{name} is on {tensor.device}, but times on {times.device}: move one of them")
-
-
-def _explain(
-    times: Tensor, marks: Tensor, mask: Tensor, t_start: Tensor, t_end: Tensor | None, num_marks: int,
-    finite: Tensor, sorted_: Tensor, packed: Tensor, in_range: Tensor,
-) -> None:  # fmt: skip
-    """Say what is wrong with a batch that failed its checks: the first fault in reading order."""
-    _explain_bounds(t_start, t_end)
-    if not bool(finite.all()):
-        k, i = _first(~finite)
-        raise ValueError(f"times[{k}, {i}] is {times[k, i].item()}: every time must be finite")
-    if not bool(packed.all()):
-        k, i = _first(~packed)
-        raise ValueError(
-            f"sequence {k} has padding at index {i} before a real event: put the real events first"
-        )
-    if not bool(sorted_.all()):
-        k, i = _first(~sorted_)
-        raise ValueError(
-            f"the times of sequence {k} decrease at index {i}: {times[k, i].item()} comes after "
-            + (f"{times[k, i - 1].item()}" if i else f"its t_start, {t_start[k].item()}")
-            + "; times are absolute and sorted (for differences use from_gaps)"
-        )
-    if not bool(in_range.all()):
-        k, i = _first(~in_range)
-        if not bool(mask[k, i]):
-            raise ValueError(f"marks[{k}, {i}] is {marks[k, i].item()}, but is padding: it must be -1")
-        raise ValueError(
-            f"marks[{k}, {i}] is {marks[k, i].item()}: marks go from 0 to num_marks - 1 = {num_marks - 1}, "
-            "and -1 is an unknown one"
-        )
-    if t_end is not None:
-        last = times[:, -1] if times.shape[1] else t_start
-        if not bool((t_end >= last).all()):
-            k = int((t_end < last).nonzero()[0])
-            raise ValueError(
-                f"t_end of sequence {k} is {t_end[k].item()}, before its last event at {last[k].item()}: "
-                "leave out events after t_end, or give a later one"
-            )
-    raise ValueError("padding must repeat the last real time of its sequence (t_start where there is none)")
-
-
-def _explain_bounds(t_start: Tensor, t_end: Tensor | None) -> None:
-    for name, bound in (("t_start", t_start), *(() if t_end is None else (("t_end", t_end),))):
-        if not bool(torch.isfinite(bound).all()):
-            k = int((~torch.isfinite(bound)).nonzero()[0])
-            raise ValueError(f"{name} of sequence {k} is {bound[k].item()}: it must be finite")
-
-
-def _first(bad: Tensor) -> tuple[int, int]:
-    k, i = bad.nonzero()[0].tolist()
-    return k, i

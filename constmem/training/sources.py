@@ -13,7 +13,7 @@ from constmem import data
 from constmem.core.costs import counted
 from constmem.data import DATASETS, EventLog, Events, Images, Table, TableTasks, Task
 from constmem.neural_processes import NeuralProcess, Scales
-from constmem.neural_processes.levels import GREY
+from constmem.neural_processes.heads import GREY
 from constmem.point_processes import PointProcess
 from constmem.training.recipes import EventRecipe, PointRecipe
 

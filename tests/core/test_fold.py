@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from constmem import CMANP
-from constmem.neural_processes.heads import normal
+from constmem.neural_processes.points import normal
 
 EXACT, SINGLE = 1e-10, 1e-4
 Loss = Callable[[CMANP], Tensor]

@@ -7,7 +7,7 @@ from river import checks, compose, preprocessing
 from constmem.integrations.river import StreamingRiverClassifier, StreamingRiverRegressor
 from constmem.tabular.estimators import StreamingRegressor
 
-SMALL = {"size": 96, "warmup": 64}
+SMALL = {"size": 32, "warmup": 64}
 CHECKS = [
     (model, check)
     for model in (StreamingRiverRegressor(**SMALL), StreamingRiverClassifier(**SMALL))

@@ -154,7 +154,7 @@ def test_a_training_step_in_chunks_compiles(factory: Factory) -> None:
 )  # every kind of state
 def test_conditioning_and_querying_compile(factory: Factory) -> None:
     model = built(factory)
-    x, y, xt = task()
+    x, y, xt = task(12)
 
     def predict(x: Tensor, y: Tensor, xt: Tensor) -> Tensor:
         mean: Tensor = model.query(model.condition(x, y, chunk=7), xt).mean

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import Distribution
 
@@ -47,6 +47,7 @@ def test_updating_is_conditioning_on_the_union(model: NeuralProcess, sizes: tupl
     assert_predicts(model.query(state, xt), model.query(model.condition(x, y), xt))
 
 
+@settings(max_examples=8)  # of every model
 @given(chunk=st.integers(1, 40), seed=st.integers(0, 2**31))
 @pytest.mark.parametrize("factory", [factory_of(name) for name in POINT_MODELS], ids=POINT_MODELS)
 def test_the_chunk_changes_nothing(factory: Factory, chunk: int, seed: int) -> None:
@@ -59,6 +60,7 @@ def test_the_chunk_changes_nothing(factory: Factory, chunk: int, seed: int) -> N
     assert_predicts(model.query(updated, xt), model.query(state, xt))
 
 
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**31))
 @pytest.mark.parametrize("factory", [factory_of(name) for name in POINT_MODELS], ids=POINT_MODELS)
 def test_the_order_of_the_context_changes_nothing(factory: Factory, seed: int) -> None:
@@ -97,7 +99,7 @@ def test_tasks_of_a_batch_do_not_see_each_other(model: NeuralProcess) -> None:
         torch.testing.assert_close(alone.mean, together.mean[one], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("junk", [0.0, 1e6, float("nan"), float("inf")])
+@pytest.mark.parametrize("junk", [1e6, float("nan")])
 @pytest.mark.parametrize("chunk", [7, 4096])
 def test_masking_is_leaving_out(model: NeuralProcess, junk: float, chunk: int) -> None:
     x, y, xt = task()
@@ -241,7 +243,7 @@ def test_reading_and_predicting_are_the_halves_of_a_query(model: NeuralProcess) 
     assert_predicts(model.predict(model.read(state), xt), model.query(state, xt), 0.0)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+@pytest.mark.parametrize("chunk", [1, 3, 7])
 @pytest.mark.parametrize("learning", [False, True])
 def test_predicting_in_chunks_is_predicting_at_once(model: NeuralProcess, chunk: int, learning: bool) -> None:
     x, y, xt = task()

@@ -13,9 +13,8 @@ from torch.distributions import Categorical, Normal
 from constmem.data import Task
 from constmem.evaluation import crps_of, evaluate, pit_values
 from constmem.neural_processes import CMANP, Scales
-from constmem.neural_processes.heads import SampleMixture
-from constmem.neural_processes.joint import joint_log_prob, sample_jointly
-from constmem.neural_processes.levels import LevelMixture, level_log_prob
+from constmem.neural_processes.heads import LevelMixture, level_log_prob
+from constmem.neural_processes.joint import SampleMixture, joint_log_prob, sample_jointly
 from constmem.training import fit_dataset
 from tests.laws.models import LEARNER, LEAST, data, small
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from constmem.core.files import write_tensors
 from constmem.core.moments import Moments
 from constmem.core.state import AttentionState
-from constmem.neural_processes.regression import Product
+from constmem.neural_processes.states import Product
 
 random = torch.Generator().manual_seed(0)
 Q, K, V = (

@@ -12,7 +12,7 @@ from constmem.core.layers import CrossAttention, FeedForward, SelfAttention
 from constmem.neural_processes import ANP, BNP, CNP, MODELS, NP, TNPD
 from constmem.neural_processes.bootstrap import drawn, ordered
 from constmem.neural_processes.encoders import PostNormAttention
-from constmem.neural_processes.heads import SampleMixture
+from constmem.neural_processes.joint import SampleMixture
 from tests.conftest import Refuses
 from tests.laws.models import MIXTURES, assert_same, data, ragged, small
 

@@ -38,8 +38,9 @@ def alone(model: Any, names: list[str], x: Tensor, y: Tensor) -> dict[str, Strea
     return streams
 
 
-@pytest.mark.parametrize("kind", small_models.CONSTANT)
-@pytest.mark.parametrize("points", [1, 7, 8192])
+@pytest.mark.parametrize(
+    ("kind", "points"), [("cmanp", 1), ("cnp", 8192), *((kind, 7) for kind in small_models.CONSTANT)]
+)
 def test_every_stream_is_what_it_would_be_alone(kind: str, points: int) -> None:
     model = small_models.small(kind)
     names, x, y = rows(60, 9)

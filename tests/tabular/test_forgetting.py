@@ -41,7 +41,7 @@ def _weights(forget: object, count: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(cuts=st.lists(st.integers(1, 699), max_size=6), one_by_one=st.integers(0, 40))
 def test_moments_are_the_weighted_sums_of_all_rows_however_they_came(
     way: str, cuts: list[int], one_by_one: int

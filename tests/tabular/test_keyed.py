@@ -37,8 +37,9 @@ def targets(kind: str, y: Any) -> Any:
     return {"classes": np.where(y > 0.5, "up", "down"), "two targets": np.stack([y, 3 - y], 1)}.get(kind, y)
 
 
-@pytest.mark.parametrize("kind", ["number", "two targets", "classes"])
-@pytest.mark.parametrize("points", [1, 30, 8192])
+@pytest.mark.parametrize(
+    ("kind", "points"), [("number", 1), ("number", 8192), ("two targets", 30), ("classes", 30)]
+)
 def test_every_stream_answers_as_an_estimator_of_its_own(kind: str, points: int) -> None:
     keys, x, y = table()
     shared = template(kind, x, y)
