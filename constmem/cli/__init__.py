@@ -8,7 +8,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from constmem import __version__, commands
+from constmem import __version__
+from constmem.cli import commands
 from constmem.core.registry import EVENTS, POINTS, with_variants
 from constmem.data import catalogue
 
