@@ -170,12 +170,12 @@ def test_ctrl_c_before_training_begins_is_answered_with_what_was_kept(
 def test_the_demo_learns_a_stream_completes_digits_and_draws_both(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    demo(tmp_path, rows=2000, trees=3)
+    demo(tmp_path, rows=1000, trees=3)
     shown = capsys.readouterr().out
     for name in ("power.png", "digits.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
         assert name in shown.replace("\n", "")
-    assert "2,000" in shown
+    assert "1,000" in shown
     errors = [float(found) for found in re.findall(r"pixels: error ([\d.]+)", shown)]
     assert len(errors) == 5
     assert errors == sorted(errors, reverse=True)

@@ -28,11 +28,9 @@ from constmem.tabular.answers import (
 )  # fmt: skip
 from constmem.tabular.columns import Columns, fold_of
 from constmem.tabular.inputs import extended, frame_of, labels_of, numbers_of, one_hot
-from constmem.tabular.precisions import Fit, Sums, missed, search, unexplained
+from constmem.tabular.precisions import PIECE, RECENT, Fit, Sums, hold, missed, search, unexplained
 
 STATE = "constmem.tabular"
-RECENT = 128  # rows that wait in the library, which searches precisions less often for them
-PIECE = 4096  # rows that the library takes at once
 
 
 class Known(NamedTuple):
@@ -190,8 +188,8 @@ class TableRunner(Exported, Numbers):
         if not rows:
             return
         self._since += rows
-        few = rows <= RECENT and self._since < max(RECENT, 0.5 * self._searched)
-        self._known = self._now(self._solved().left) if self._asked and few else None
+        known = self._asked and hold(rows, self._since, self._searched)
+        self._known = self._now(self._solved().left) if known else None
         self._asked = False
         self._folded()
 

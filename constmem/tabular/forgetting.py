@@ -15,13 +15,13 @@ from constmem.core.moments import Moments
 from constmem.tabular.answers import Answer, Shape
 from constmem.tabular.echo import Echo
 from constmem.tabular.features import Features
+from constmem.tabular.precisions import PIECE, RECENT
 from constmem.tabular.residuals import Residuals
-from constmem.tabular.trace import RECENT, Asked, Trace, answered
+from constmem.tabular.trace import Asked, Trace, answered
 
 HORIZONS = (100.0, 1000.0, inf)  # half-lives that "auto" mixes
 ECHOES = (10.0, 30.0)  # and those so short that their rows are kept
 LATELY = 100.0  # half-life of the scores it mixes them by, in rows
-PIECE = 4096  # rows folded at once
 JUDGED = 256  # rows predicted, then folded, where horizons compete
 TRUST = 0.8  # in the law of residuals; the rest stays with heavy tails around the mean
 WORST = 8.0  # nats a row: one surprise does not decide

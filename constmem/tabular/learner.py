@@ -14,8 +14,9 @@ from constmem.tabular.answers import Answer, Shape, Weights
 from constmem.tabular.answers import concatenated as joined
 from constmem.tabular.columns import Columns, center_and_scale, refuse_infinite
 from constmem.tabular.features import SIZE, Features
-from constmem.tabular.forgetting import PIECE, Forgetting, Memory
+from constmem.tabular.forgetting import Forgetting, Memory
 from constmem.tabular.frames import Frame, aligned, beside, concatenated
+from constmem.tabular.precisions import PIECE
 from constmem.tabular.residuals import Residuals
 
 ANCHORS = 8192  # rows that features are anchored in, at most

@@ -23,6 +23,10 @@ RATIOS = {"products": 30.0}  # and of some: few rows say nothing of products whe
 SPREAD = 1.0, 4.0  # width and degrees of freedom of the prior of a ratio's logarithm, Student's t
 START = 0.01  # noise to signal ratio that a search begins with
 CLOSE = 1e-2  # nats a target: a step that promises less is not made
+PIECE = 4096  # rows that are taken in at once
+RECENT = 128  # rows that may wait to be; answers correct for them exactly, by a matrix of that size
+GROWTH = 0.5  # precisions are searched again when so many more rows have come
+FEW = 128  # ... but not for fewer than these
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +154,11 @@ def search(
             reach /= 4
     freedom = best.freedom - min(len(groups), sums.count / 2)
     return best, best.noise * (best.freedom / freedom), freedom
+
+
+def hold(new: int, since: float, searched: float) -> bool:
+    """Whether precisions hold for some new rows: of so many since they were searched by so many rows."""
+    return new <= RECENT and since < max(FEW, GROWTH * searched)
 
 
 def strengths(sums: Sums, groups: Groups) -> Array:

@@ -15,11 +15,9 @@ from constmem.tabular.answers import Answer, concatenated
 from constmem.tabular.evidence import Posterior, at, posterior
 from constmem.tabular.features import PIECE, Features
 from constmem.tabular.kernel import shares, side_by_side
+from constmem.tabular.precisions import RECENT, hold
 
-RECENT = 128  # rows that may wait; answers correct for them exactly, by a matrix of that size
 ASKED = 256  # rows answered at once
-GROWTH = 0.5  # precisions are searched again when so many more rows have come
-FEW = 128  # ... but not for fewer than these
 LONG = 16.0  # half-lives that count as rows seen, at most: what fades is searched again for ever
 LEAST = 1e-6  # of the noise: a variance is never less, whatever rounding says
 
@@ -72,7 +70,7 @@ class Trace:
         state = self.moments
         self._since += n
         noise = None
-        if self._posterior is not None and n <= RECENT and self._since < max(FEW, GROWTH * self._searched):
+        if self._posterior is not None and hold(n, self._since, self._searched):
             self._extend(self._posterior, phi, y)
             noise = self._correction.noise(self._posterior, self.half_life)
         if not isinf(self.half_life):

@@ -15,7 +15,7 @@ def smooth(rows: int) -> tables_uci.Data:
 
 @pytest.mark.parametrize("method", ["Gaussian process", "Fourier moments"])
 def test_a_smooth_function_is_learned_far_better_than_by_ridge_and_intervals_hold(method: str) -> None:
-    data = smooth(360)
+    data = smooth(260)
     row, ridge = (tables_uci.METHODS[name](data, 0) for name in (method, "ridge"))
     assert row is not None
     assert ridge is not None

@@ -232,14 +232,14 @@ def test_declared_classes_are_all_there_are() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("count", "forget"), [(700, None), (50, 300.0), (700, "window:200"), (50, "auto")])
+@pytest.mark.parametrize(("count", "forget"), [(350, None), (50, 300.0), (350, "window:200"), (50, "auto")])
 def test_a_saved_estimator_comes_back_and_goes_on(tmp_path, kind: str, forget: object, count: int) -> None:
     make, rows = KINDS[kind]
-    x, y = rows(800)
+    x, y = rows(450)
     table = pd.DataFrame(x, columns=list("abcd")).assign(town=np.where(x[:, 0] > 0, "Ulm", None))
-    table["day"] = pd.Timestamp("2024-01-01") + pd.to_timedelta(np.arange(800), "D")
+    table["day"] = pd.Timestamp("2024-01-01") + pd.to_timedelta(np.arange(450), "D")
     asked = table[::10]
-    estimator = make(**SMALL | {"size": 64}, forget=forget).partial_fit(table[:count], y[:count])
+    estimator = make(size=64, warmup=128, forget=forget).partial_fit(table[:count], y[:count])
     answers_of(estimator, table[:5])
     estimator.save(tmp_path / "model")
     again = make.load(tmp_path / "model")

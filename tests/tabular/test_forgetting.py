@@ -13,7 +13,8 @@ from constmem.tabular.answers import Answer, mixed_mean
 from constmem.tabular.echo import LIVES
 from constmem.tabular.features import Features
 from constmem.tabular.forgetting import HORIZONS, Forgetting, Memory
-from constmem.tabular.trace import RECENT, Trace
+from constmem.tabular.precisions import RECENT
+from constmem.tabular.trace import Trace
 
 WAYS = {"all": None, "half-life": 40.0, "window": "window:70", "auto": "auto"}
 
