@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from constmem.kernels import cpu, gpu
+from constmem.kernels.cpu_layers import Kind, Layer, Program, serves
 from constmem.kernels.fused import attend, attend_backward, choose
 from constmem.kernels.gpu_fold import fold
 from constmem.kernels.graphs import Checksum, Graphs
@@ -41,10 +42,13 @@ __all__ = [
     "Absorbed",
     "Chunk",
     "Graphs",
+    "Kind",
+    "Layer",
     "Others",
     "OthersLse",
     "Path",
     "Plans",
+    "Program",
     "Slots",
     "SlotsLse",
     "Snapshot",
@@ -64,6 +68,7 @@ __all__ = [
     "plain",
     "reset",
     "scores",
+    "serves",
     "update",
 ]
 

@@ -134,12 +134,12 @@ def observe(
     if n == 1 and bias is None:
         value = torch.empty(b, heads, 1, channels, dtype=torch.float64)
         where = value.data_ptr(), lse.data_ptr()
-        _run("observe_one", plan.pointer, b, data.data_ptr(), torch.get_num_threads(), *where)
+        run("observe_one", plan.pointer, b, data.data_ptr(), torch.get_num_threads(), *where)
         return value[..., : plan.weights.channels].expand(-1, -1, slots, -1), lse
     value = empty(b, heads, slots, channels)
     bias = None if bias is None else bias.float().contiguous()
     weights = None if bias is None else bias.data_ptr()
-    _run(
+    run(
         "observe", plan.pointer, b, n, data.data_ptr(), weights, torch.get_num_threads(), plan.halves,
         value.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
@@ -151,7 +151,7 @@ def merge(value: Slots, lse: SlotsLse, other_value: Slots, other_lse: SlotsLse) 
     value, lse, other_value, other_lse = contiguous(value, lse, other_value, other_lse)
     merged, merged_lse = empty(*value.shape), torch.empty_like(lse)
     shared = value.shape[-2] // max(other_value.shape[-2], 1)
-    _run(
+    run(
         "merge", lse.numel(), value.shape[-1], value.data_ptr(), lse.data_ptr(), other_value.data_ptr(),
         shared, other_lse.data_ptr(), torch.get_num_threads(), merged.data_ptr(), merged_lse.data_ptr(),
     )  # fmt: skip
@@ -168,7 +168,7 @@ def update(
     data, value, lse = data.contiguous(), value.contiguous(), lse.contiguous()
     small = value.nbytes <= SMALLEST
     merged, merged_lse = torch.empty_like(value) if small else empty(*value.shape), torch.empty_like(lse)
-    _run(
+    run(
         "update", plan.pointer, data.shape[0], data.data_ptr(), value.data_ptr(), lse.data_ptr(),
         torch.get_num_threads(), merged.data_ptr(), merged_lse.data_ptr(),
     )  # fmt: skip
@@ -207,7 +207,7 @@ def usable() -> bool:
     return not traced() and library() is not None
 
 
-def _run(function: str, *given: object) -> None:
+def run(function: str, *given: object) -> None:
     """Call machine code that answers 0, or 1 where memory was short."""
     found = library()
     if found is None:

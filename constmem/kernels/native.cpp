@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "native_checksum.h"
+#include "native_layers.h"
 #include "native_merge.h"
 #include "native_one.h"
 #include "native_threads.h"
@@ -198,6 +199,15 @@ int64_t update(const Plan* plan, int64_t tasks, const float* data, const double*
                              p.slots, new_lse.data(), past, merged + task * numbers, merged_lse + task * states);
             }
         });
+    });
+}
+
+// Layers one after another: from (tasks, tokens, channels), `stride` from one task to the next, to (tasks, levels,
+// tokens, width): a level for each START, or one.
+int64_t layers(int64_t count, const Layer* layer, const Met* met, int64_t tasks, int64_t tokens, int64_t channels,
+               int64_t width, double eps, const float* in, int64_t stride, int64_t threads, float* out) {
+    return guarded([&] {
+        run_layers(layer, met, count, tasks, tokens, channels, width, eps, in, stride, threads, out);
     });
 }
 }

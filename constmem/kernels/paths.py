@@ -32,6 +32,7 @@ _SIGNATURES = {
     "observe_one": [POINTER, NUMBER, POINTER, NUMBER, *[POINTER] * 2],
     "merge": [*[NUMBER] * 2, *[POINTER] * 3, NUMBER, POINTER, NUMBER, *[POINTER] * 2],
     "update": [POINTER, NUMBER, *[POINTER] * 3, NUMBER, *[POINTER] * 2],
+    "layers": [NUMBER, POINTER, POINTER, *[NUMBER] * 4, ctypes.c_double, POINTER, *[NUMBER] * 2, POINTER],
     "has_bfloat16": [],
     "checksum": [NUMBER, POINTER, POINTER],
 }

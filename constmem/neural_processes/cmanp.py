@@ -11,14 +11,14 @@ from torch.distributions import Distribution
 from torch.utils.checkpoint import checkpoint
 
 from constmem.core import checks
-from constmem.core.block import CMABStack
+from constmem.core.block import CMABStack, through_levels
 from constmem.core.fold import Chunk, fold, fused_fold, slices
 from constmem.core.layers import MLP, keep_variance, on_gpu
 from constmem.core.model import listed
 from constmem.core.moments import Moments
 from constmem.core.observation import Observation
 from constmem.kernels import Graphs
-from constmem.neural_processes.heads import Corrected, Mixture, PointMixture, through_levels
+from constmem.neural_processes.heads import Corrected, Mixture, PointMixture
 from constmem.neural_processes.joint import JointNormal, LowRankHead
 from constmem.neural_processes.levels import LevelHead, LevelMixture
 from constmem.neural_processes.points import Scales
@@ -223,8 +223,7 @@ class CMANP(LevelProcess[Any, Any]):
         return self._graphs.run(self, work, *given) if on_gpu(given[0]) else work(*given)
 
     def _decode(self, memory: Tensor, xt: Tensor) -> tuple[Tensor, ...]:
-        tokens = self.embed_target(xt.to(self.dtype))
-        return self.head(through_levels(tokens, memory.unbind(1), self.cross, self.feed))  # type: ignore[no-any-return]
+        return self._decode_levels(memory.unbind(1), xt)
 
     def _decode_experts(self, latents: Tensor, *posterior_and_xt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert self.regression is not None

@@ -1,6 +1,6 @@
 """From tokens to distributions: the last steps of models, and mixtures of what samples predict."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import log
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.distributions import Distribution, Normal, constraints
 
-from constmem.core.layers import MLP, RELU, affine, keep_variance
+from constmem.core.layers import MLP, RELU, affine, applied, keep_variance
 
 Std = Literal["bounded", "exp"]
 AnyStd = Literal["bounded", "exp", "coarse"]
@@ -47,7 +47,8 @@ class Gaussian(nn.Module):
         self, tokens: Float[Tensor, "b m d"]
     ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
         """Mean and standard deviation."""
-        mean, raw = self.predictor(self.norm(tokens)).chunk(2, -1)
+        parts: Any = self._modules
+        mean, raw = parts["predictor"](applied(parts["norm"], tokens)).chunk(2, -1)
         return mean, std_of(raw, self.std)
 
 
@@ -114,19 +115,6 @@ def linear_in_parts(
         total = term if total is None else total + term
     assert total is not None
     return total
-
-
-def through_levels(
-    tokens: Float[Tensor, "b m d"],
-    levels: Iterable[Float[Tensor, "b n d"]],
-    cross: nn.ModuleList,
-    feed: nn.ModuleList,
-    mask: Bool[Tensor, "b n"] | None = None,
-) -> Float[Tensor, "b m d"]:
-    """The tokens of targets after attending to every level; they never see each other."""
-    for level, attend_to, forward in zip(levels, cross, feed, strict=True):
-        tokens = forward(attend_to(tokens, level, mask))
-    return tokens
 
 
 def normal(mean: Tensor, std: Tensor) -> Normal:
