@@ -16,7 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from constmem.kernels import cpu, gpu
-from constmem.kernels.cpu_layers import Kind, Layer, Program, serves
+from constmem.kernels.cpu import Event
+from constmem.kernels.cpu_reading import Kind, Layer, Program, gap_vectors, quantiles, serves, turned
 from constmem.kernels.fused import attend, attend_backward, choose
 from constmem.kernels.gpu_fold import fold
 from constmem.kernels.graphs import Checksum, Graphs
@@ -41,6 +42,7 @@ __all__ = [
     "PATHS",
     "Absorbed",
     "Chunk",
+    "Event",
     "Graphs",
     "Kind",
     "Layer",
@@ -62,13 +64,16 @@ __all__ = [
     "chunk",
     "feed_forward",
     "fold",
+    "gap_vectors",
     "joined",
     "merge",
     "observe",
     "plain",
+    "quantiles",
     "reset",
     "scores",
     "serves",
+    "turned",
     "update",
 ]
 
@@ -129,15 +134,21 @@ def observe(
 
 
 def update(
-    plans: Plans, data: Float[Tensor, "b 1 i"], value: Float[Tensor, "b *h s c"], lse: Float[Tensor, "b *h s"]
+    plans: Plans,
+    data: Float[Tensor, "b 1 i"] | Event,
+    value: Float[Tensor, "b *h s c"],
+    lse: Float[Tensor, "b *h s"],
 ) -> tuple[Float[Tensor, "b *h s c"], Float[Tensor, "b *h s"]] | None:
-    """States in float64 with one point more for each task."""
-    if data.shape[2] != plans.inputs:
+    """States in float64 with one point, or one event, more for each task."""
+    if (data.table.shape[1] if isinstance(data, Event) else data.shape[2]) != plans.inputs:
         return None
     ready = plans.cpu()
+    if ready is not None and ready.weights.channels != ready.shape[-1]:  # there are padded channels
+        return None
+    if isinstance(data, Event):
+        return None if ready is None else cpu.update(ready, data, value, lse)
     if ready is not None:
-        exact = ready.weights.channels == ready.shape[-1]  # no padded channels
-        return cpu.update(ready, data, value, lse) if exact and cpu.reads(data) else None
+        return cpu.update(ready, data, value, lse) if cpu.reads(data) else None
     few = 0 < data.shape[0] <= gpu.FEW and gpu.usable(data.device)
     plan = GPU.attempt(plans.gpu) if few else None
     return None if plan is None else GPU.attempt(lambda: gpu.extended(plan, data, value, lse))

@@ -14,12 +14,13 @@ import ctypes
 import functools
 import mmap
 import weakref
+from array import array
 from collections.abc import Callable, Sequence
 from math import log2, prod
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from constmem.kernels.paths import NUMBER, POINTER, coarse, library, log, traced
@@ -158,18 +159,53 @@ def merge(value: Slots, lse: SlotsLse, other_value: Slots, other_lse: SlotsLse) 
     return merged, merged_lse
 
 
+class Event(NamedTuple):
+    """One event of each stream: what its token is made of, and what its time does to what slots see of it."""
+
+    marks: Int64[Tensor, "b 1"]  # negative ones stand behind the others in the table
+    gaps: Float64[Tensor, "b 1"]
+    times: Float64[Tensor, "b 1"]
+    start: Float64[Tensor, " b"]
+    table: Float[Tensor, "marks d"]
+    project: tuple[Float[Tensor, "d f"], Float[Tensor, " d"]] | None  # of a gap's features, with its bias
+    scale: Sequence[Float[Tensor, ""]]  # mean and deviation of log gaps, and the shortest gap
+    waves: Float[Tensor, " w"] | None  # of the standardised log gap
+    log_rates: Float[Tensor, "*h s"] | None
+    turns: Float64[Tensor, " p"]  # of pairs of channels, angles a typical gap
+    longest: int  # typical gaps since a start
+
+
+def _laid(event: Event) -> "array[int] | None":
+    """`Event` of native_events.h; None where machine code cannot read it."""
+    weights = [event.table, *event.scale, *(event.project or ())]
+    weights += [t for t in (event.waves, event.log_rates) if t is not None]
+    given = *event[:4], event.turns
+    if not all(reads(t) and t.is_contiguous() for t in weights) or not all(t.is_contiguous() for t in given):
+        return None
+    project, waves = event.project or (None, None), event.waves
+    where = *event[:5], *project, *event.scale, waves, event.log_rates, event.turns
+    sizes = len(event.table) - 2, 0 if waves is None else len(waves), len(event.turns), event.longest
+    return array("q", (*(0 if t is None else t.data_ptr() for t in where), *sizes))
+
+
 def update(
-    plan: Plan,
-    data: Float[Tensor, "b 1 i"],
-    value: Float[Tensor, "b *h s c"],
+    plan: Plan, data: Float[Tensor, "b 1 i"] | Event, value: Float[Tensor, "b *h s c"],
     lse: Float[Tensor, "b *h s"],
-) -> tuple[Float[Tensor, "b *h s c"], Float[Tensor, "b *h s"]]:
-    """States in float64 with one point more for each task: `observe` and `merge` in one call."""
-    data, value, lse = data.contiguous(), value.contiguous(), lse.contiguous()
+) -> tuple[Float[Tensor, "b *h s c"], Float[Tensor, "b *h s"]] | None:  # fmt: skip
+    """States in float64 with one point, or event, more for each task: `observe` and `merge` in one call.
+
+    None where an event's weights are not such that machine code can read them.
+    """
+    value, lse = value.contiguous(), lse.contiguous()
+    event = _laid(data) if isinstance(data, Event) else None
+    points = None if isinstance(data, Event) else data.contiguous()
+    if event is None and points is None:
+        return None
     small = value.nbytes <= SMALLEST
     merged, merged_lse = torch.empty_like(value) if small else empty(*value.shape), torch.empty_like(lse)
     run(
-        "update", plan.pointer, data.shape[0], data.data_ptr(), value.data_ptr(), lse.data_ptr(),
+        "update", plan.pointer, len(value), None if points is None else points.data_ptr(),
+        None if event is None else event.buffer_info()[0], value.data_ptr(), lse.data_ptr(),
         torch.get_num_threads(), merged.data_ptr(), merged_lse.data_ptr(),
     )  # fmt: skip
     return merged, merged_lse

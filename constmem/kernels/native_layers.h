@@ -1,6 +1,6 @@
 // Whole layers one after another: norm, attention or gated feed-forward, residual.
 //
-// Tokens lie side by side in the lanes of a vector, tiles of 64 of them, (tiles, channels, TILE) in memory. So norms
+// Tokens lie side by side in the lanes of a vector, tiles of a few of them, (tiles, channels, side) in memory. So norms
 // need no sum across lanes, weights are read where they are, and channels may be of any number. All layers are done
 // with one tile after another, but for keys and values, which are of all tokens.
 
@@ -33,8 +33,6 @@ struct Met {  // what a layer attends to
 };
 }
 
-static inline long tiles_of(long tokens) { return (tokens + TILE - 1) / TILE; }
-static inline long tokens_of(long tokens, long tile) { return std::min<long>(TILE, tokens - tile * TILE); }
 static inline Vec smaller(Vec a, Vec b) { return -larger(-a, -b); }
 
 template <int N>  // how many rows are multiplied at once with so many vectors
@@ -73,24 +71,6 @@ static inline void rows_by_one(const float* w, const float* token, long k, long 
     }
 }
 
-// The product of a matrix (rows, k) and a tile (k, TILE) of `count` tokens.
-template <class Put>
-static void product(const float* w, const float* in, long k, long rows, long count, const Put& put) {
-    if (count == 1) {
-        Memory<float> token(k);
-        for (long i = 0; i < k; i++) token[i] = in[i * TILE];
-        long r = 0;
-        for (; r + 4 <= rows; r += 4) rows_by_one<4>(w, token.data(), k, r, put);
-        for (; r < rows; r++) rows_by_one<1>(w, token.data(), k, r, put);
-        return;
-    }
-    const long end = (count + LANES - 1) / LANES * LANES;
-    long t = 0;
-    for (; t + WIDE * LANES <= end; t += WIDE * LANES) all_rows<WIDE>(w, k, 1, in, TILE, k, rows, t, put);
-    for (; t + 2 * LANES <= end; t += 2 * LANES) all_rows<2>(w, k, 1, in, TILE, k, rows, t, put);
-    for (; t < end; t += LANES) all_rows<1>(w, k, 1, in, TILE, k, rows, t, put);
-}
-
 // x (1 + erf(x / sqrt 2)) / 2 as max(x, 0) - |x| P(beyond |x|): neither side cancels. The probability is a density
 // times a function that changes slowly, here a polynomial in 1 / (1 + 0.33 |x|), off by 5e-8.
 static inline Vec gelu(Vec x) {
@@ -106,106 +86,127 @@ static inline Vec gelu(Vec x) {
     return larger(Vec{}, x) - a * (p * power_of_two(-0.72134752044f * (a * a)));
 }
 
-// Both sums of the second pass are of what is left after the first mean, whose rounding they make up for.
-static void norm_tile(const float* in, const float* scale, const float* shift, long width, long count, float eps, float* out) {
-    for (long t = 0; t < count; t += LANES) {
-        Vec mean{}, rest{}, square{};
-        for (long d = 0; d < width; d++) mean += load(in + d * TILE + t);
-        mean /= (float)width;
-        for (long d = 0; d < width; d++) {
-            const Vec x = load(in + d * TILE + t) - mean;
-            rest += x;
-            square += x * x;
-        }
-        rest /= (float)width;
-        const Vec variance = square / (float)width - rest * rest + eps;
-        Vec inverse;
-        for (int i = 0; i < LANES; i++) inverse[i] = 1 / std::sqrt(variance[i]);
-        mean += rest;
-        for (long d = 0; d < width; d++)
-            store(out + d * TILE + t, (load(in + d * TILE + t) - mean) * inverse * scale[d] + shift[d]);
-    }
-}
-
-// From (tokens, width) to tiles, and back; lanes without a token hold zeros.
-static void to_tiles(const float* in, long tokens, long width, float* out) {
-    for (long tile = 0; tile < tiles_of(tokens); tile++, in += TILE * width, out += TILE * width) {
-        const long count = tokens_of(tokens, tile), end = (count + LANES - 1) / LANES * LANES;
-        for (long d = 0; d < width; d++)
-            for (long t = 0; t < end; t++) out[d * TILE + t] = t < count ? in[t * width + d] : 0.0f;
-    }
-}
-
-static void from_tiles(const float* in, long tokens, long width, float* out) {
-    for (long tile = 0; tile < tiles_of(tokens); tile++, in += TILE * width, out += TILE * width)
-        for (long t = 0; t < tokens_of(tokens, tile); t++)
-            for (long d = 0; d < width; d++) out[t * width + d] = in[d * TILE + t];
-}
-
 class Work {  // one worker's memory
-    const long width;
+    const long width, side;  // of tokens: their channels, and how many a tile holds
     const float eps;
     Memory<float> x, aside, normed, context, keys, inner, query, shares;
 
+    long tiles_of(long tokens) const { return (tokens + side - 1) / side; }
+    long tokens_of(long tokens, long tile) const { return std::min(side, tokens - tile * side); }
+
+    // The product of a matrix (rows, k) and a tile (k, side) of `count` tokens.
+    template <class Put>
+    void product(const float* w, const float* in, long k, long rows, long count, const Put& put) {
+        if (count == 1) {
+            Memory<float> token(k);
+            for (long i = 0; i < k; i++) token[i] = in[i * side];
+            long r = 0;
+            for (; r + 4 <= rows; r += 4) rows_by_one<4>(w, token.data(), k, r, put);
+            for (; r < rows; r++) rows_by_one<1>(w, token.data(), k, r, put);
+            return;
+        }
+        const long end = (count + LANES - 1) / LANES * LANES;
+        long t = 0;
+        for (; t + WIDE * LANES <= end; t += WIDE * LANES) all_rows<WIDE>(w, k, 1, in, side, k, rows, t, put);
+        for (; t + 2 * LANES <= end; t += 2 * LANES) all_rows<2>(w, k, 1, in, side, k, rows, t, put);
+        for (; t < end; t += LANES) all_rows<1>(w, k, 1, in, side, k, rows, t, put);
+    }
+
+    // Both sums of the second pass are of what is left after the first mean, whose rounding they make up for.
+    void norm_tile(const float* in, const float* scale, const float* shift, long count, float* out) {
+        for (long t = 0; t < count; t += LANES) {
+            Vec mean{}, rest{}, square{};
+            for (long d = 0; d < width; d++) mean += load(in + d * side + t);
+            mean /= (float)width;
+            for (long d = 0; d < width; d++) {
+                const Vec x = load(in + d * side + t) - mean;
+                rest += x;
+                square += x * x;
+            }
+            rest /= (float)width;
+            const Vec variance = square / (float)width - rest * rest + eps;
+            Vec inverse;
+            for (int i = 0; i < LANES; i++) inverse[i] = 1 / std::sqrt(variance[i]);
+            mean += rest;
+            for (long d = 0; d < width; d++)
+                store(out + d * side + t, (load(in + d * side + t) - mean) * inverse * scale[d] + shift[d]);
+        }
+    }
+
+    // From (tokens, channels) to tiles, and back; lanes without a token hold zeros.
+    void to_tiles(const float* in, long tokens, long channels, float* out) {
+        for (long tile = 0; tile < tiles_of(tokens); tile++, in += side * channels, out += side * channels) {
+            const long count = tokens_of(tokens, tile), end = (count + LANES - 1) / LANES * LANES;
+            for (long d = 0; d < channels; d++)
+                for (long t = 0; t < end; t++) out[d * side + t] = t < count ? in[t * channels + d] : 0.0f;
+        }
+    }
+
+    void from_tiles(const float* in, long tokens, long channels, float* out) {
+        for (long tile = 0; tile < tiles_of(tokens); tile++, in += side * channels, out += side * channels)
+            for (long t = 0; t < tokens_of(tokens, tile); t++)
+                for (long d = 0; d < channels; d++) out[t * channels + d] = in[d * side + t];
+    }
+
     const float* normed_tile(const Layer& l, long tile, long count) {
-        norm_tile(&x[tile * width * TILE], l.scale, l.shift, width, count, eps, &normed[tile * width * TILE]);
-        return &normed[tile * width * TILE];
+        norm_tile(&x[tile * width * side], l.scale, l.shift, count, &normed[tile * width * side]);
+        return &normed[tile * width * side];
     }
 
     // The last matrix of a layer, its bias and the residual.
     void finish(const Layer& l, const float* in, long k, long tile, long count) {
-        float* own = &x[tile * width * TILE];
-        const float* add = l.normed ? &normed[tile * width * TILE] : own;
+        float* own = &x[tile * width * side];
+        const float* add = l.normed ? &normed[tile * width * side] : own;
         product(l.contract, in, k, width, count, [&](long r, long t, Vec sum) {
-            store(own + r * TILE + t, sum + (l.contract_bias[r] + load(add + r * TILE + t)));
+            store(own + r * side + t, sum + (l.contract_bias[r] + load(add + r * side + t)));
         });
     }
 
     void feed(const Layer& l, long tokens) {
-        inner.resize(l.hidden * TILE);
+        inner.resize(l.hidden * side);
         for (long tile = 0; tile < tiles_of(tokens); tile++) {
             const long count = tokens_of(tokens, tile);
             const float* in = normed_tile(l, tile, count);
             float* hidden = inner.data();
             product(l.expand + l.hidden * width, in, width, l.hidden, count, [&](long r, long t, Vec sum) {
-                store(hidden + r * TILE + t, gelu(sum + l.expand_bias[l.hidden + r]));
+                store(hidden + r * side + t, gelu(sum + l.expand_bias[l.hidden + r]));
             });
             product(l.expand, in, width, l.hidden, count, [&](long r, long t, Vec sum) {
-                store(hidden + r * TILE + t, (sum + l.expand_bias[r]) * load(hidden + r * TILE + t));
+                store(hidden + r * side + t, (sum + l.expand_bias[r]) * load(hidden + r * side + t));
             });
             finish(l, hidden, l.hidden, tile, count);
         }
     }
 
     void map(const Layer& l, long tokens, long channels) {
-        aside.resize(tiles_of(tokens) * l.hidden * TILE);
+        aside.resize(tiles_of(tokens) * l.hidden * side);
         for (long tile = 0; tile < tiles_of(tokens); tile++) {
-            float* out = &aside[tile * l.hidden * TILE];
-            product(l.expand, &x[tile * channels * TILE], channels, l.hidden, tokens_of(tokens, tile), [&](long r, long t, Vec sum) {
+            float* out = &aside[tile * l.hidden * side];
+            product(l.expand, &x[tile * channels * side], channels, l.hidden, tokens_of(tokens, tile), [&](long r, long t, Vec sum) {
                 sum += l.expand_bias[r];
-                store(out + r * TILE + t, l.normed ? larger(Vec{}, sum) : sum);
+                store(out + r * side + t, l.normed ? larger(Vec{}, sum) : sum);
             });
         }
         x.swap(aside);
     }
 
-    // Keys and values of all tokens of a tile, (2 width, TILE).
+    // Keys and values of all tokens of a tile, (2 width, side).
     void look(const Layer& l, const float* in, long tile, long count) {
-        float* out = &keys[tile * 2 * width * TILE];
-        product(l.expand_bias, in, width, 2 * width, count, [&](long r, long t, Vec sum) { store(out + r * TILE + t, sum); });
+        float* out = &keys[tile * 2 * width * side];
+        product(l.expand_bias, in, width, 2 * width, count, [&](long r, long t, Vec sum) { store(out + r * side + t, sum); });
     }
 
-    // What N vectors of a head's queries, (channels, TILE) each, read; shares: (keys, N vectors).
+    // What N vectors of a head's queries, (channels, side) each, read; shares: (keys, N vectors).
     template <int N>
     void head(const float* q, long at, long channels, long count, const uint8_t* mask, float* out) {
         constexpr long wide = N * LANES;
         Vec top[N], sum[N] = {};
         for (int v = 0; v < N; v++) top[v] = splat(PADDING);
         for (long tile = 0; tile < tiles_of(count); tile++) {
-            float* own = &shares[tile * TILE * wide];
-            const float* k = &keys[(tile * 2 * width + at) * TILE];
-            const uint8_t* seen = mask ? mask + tile * TILE : nullptr;
-            all_rows<N>(k, 1, TILE, q, TILE, channels, tokens_of(count, tile), 0, [&](long j, long t, Vec score) {
+            float* own = &shares[tile * side * wide];
+            const float* k = &keys[(tile * 2 * width + at) * side];
+            const uint8_t* seen = mask ? mask + tile * side : nullptr;
+            all_rows<N>(k, 1, side, q, side, channels, tokens_of(count, tile), 0, [&](long j, long t, Vec score) {
                 if (seen && !seen[j]) score = splat(PADDING);
                 top[t / LANES] = larger(top[t / LANES], score);
                 store(own + j * wide + t, score);
@@ -221,8 +222,8 @@ class Work {  // one worker's memory
         for (int v = 0; v < N; v++) sum[v] = 1.0f / sum[v];
         constexpr int rows = ROWS_BY<N>;
         long c = 0;
-        for (; c + rows <= channels; c += rows) read<rows, N>(at + c, count, sum, out + c * TILE);
-        for (; c < channels; c++) read<1, N>(at + c, count, sum, out + c * TILE);
+        for (; c + rows <= channels; c += rows) read<rows, N>(at + c, count, sum, out + c * side);
+        for (; c < channels; c++) read<1, N>(at + c, count, sum, out + c * side);
     }
 
     template <int R, int N>
@@ -230,10 +231,10 @@ class Work {  // one worker's memory
         constexpr long wide = N * LANES;
         Vec sums[R][N] = {};
         for (long tile = 0; tile < tiles_of(count); tile++)
-            multiply<R, N>(&keys[((2 * tile + 1) * width + channel) * TILE], TILE, 1, &shares[tile * TILE * wide], wide,
+            multiply<R, N>(&keys[((2 * tile + 1) * width + channel) * side], side, 1, &shares[tile * side * wide], wide,
                            tokens_of(count, tile), sums);
         for (int r = 0; r < R; r++)
-            for (int v = 0; v < N; v++) store(out + r * TILE + v * LANES, sums[r][v] * scale[v]);
+            for (int v = 0; v < N; v++) store(out + r * side + v * LANES, sums[r][v] * scale[v]);
     }
 
     // Few queries of all heads in the lanes of one vector: each is taken to where keys come from, and what it reads from
@@ -244,19 +245,19 @@ class Work {  // one worker's memory
         const auto lane = [&](long h, long t) { return h * tokens + t; };
         shares.assign((count + width) * LANES + width, 0.0f);
         float *score = shares.data(), *asked = score + count * LANES, *row = asked + width * LANES;
-        product(l.expand, in, width, width, tokens, [&](long r, long t, Vec sum) { store(&query[r * TILE + t], sum * scale); });
+        product(l.expand, in, width, width, tokens, [&](long r, long t, Vec sum) { store(&query[r * side + t], sum * scale); });
         for (long h = 0; h < l.heads; h++)
             for (long t = 0; t < tokens; t++) {
                 std::fill(row, row + width, 0.0f);
                 for (long c = h * channels; c < (h + 1) * channels; c++)
-                    for (long d = 0; d < width; d++) row[d] += key[c * width + d] * query[c * TILE + t];
+                    for (long d = 0; d < width; d++) row[d] += key[c * width + d] * query[c * side + t];
                 for (long d = 0; d < width; d++) asked[d * LANES + lane(h, t)] = row[d];
             }
         Vec top = splat(PADDING), sum{};
         for (long tile = 0; tile < tiles_of(count); tile++) {
-            float* own = score + tile * TILE * LANES;
-            all_rows<1>(&context[tile * width * TILE], 1, TILE, asked, LANES, width, tokens_of(count, tile), 0, [&](long j, long, Vec x) {
-                if (mask && !mask[tile * TILE + j]) x = splat(PADDING);
+            float* own = score + tile * side * LANES;
+            all_rows<1>(&context[tile * width * side], 1, side, asked, LANES, width, tokens_of(count, tile), 0, [&](long j, long, Vec x) {
+                if (mask && !mask[tile * side + j]) x = splat(PADDING);
                 top = larger(top, x);
                 store(own + j * LANES, x);
             });
@@ -269,10 +270,10 @@ class Work {  // one worker's memory
         sum = 1.0f / sum;
         std::fill(asked, asked + width * LANES, 0.0f);
         for (long tile = 0; tile < tiles_of(count); tile++)
-            all_rows<1>(&context[tile * width * TILE], TILE, 1, score + tile * TILE * LANES, LANES, tokens_of(count, tile), width, 0,
+            all_rows<1>(&context[tile * width * side], side, 1, score + tile * side * LANES, LANES, tokens_of(count, tile), width, 0,
                         [&](long d, long, Vec x) { store(asked + d * LANES, load(asked + d * LANES) + x * sum); });
         all_rows<1>(value, width, 1, asked, LANES, width, width, 0, [&](long r, long, Vec x) {
-            for (long t = 0; t < tokens; t++) out[r * TILE + t] = x[lane(r / channels, t)];
+            for (long t = 0; t < tokens; t++) out[r * side + t] = x[lane(r / channels, t)];
         });
     }
 
@@ -283,32 +284,32 @@ class Work {  // one worker's memory
         const bool nothing = mask ? std::find(mask, mask + count, 1) == mask + count : count == 0;
         const bool few = !own && l.heads * tokens <= LANES && count >= 2 * LANES;
         const float scale = LOG2E / std::sqrt((float)channels);
-        keys.resize(tiles_of(count) * 2 * width * TILE);
-        shares.resize(tiles_of(count) * TILE * WIDE * LANES);
-        query.resize(width * TILE);
-        inner.assign(width * TILE, 0.0f);
+        keys.resize(tiles_of(count) * 2 * width * side);
+        shares.resize(tiles_of(count) * side * WIDE * LANES);
+        query.resize(width * side);
+        inner.assign(width * side, 0.0f);
         if (l.kind == OTHER) {
-            context.resize(tiles_of(count) * width * TILE);
+            context.resize(tiles_of(count) * width * side);
             to_tiles(met.context + task * met.stride, count, width, context.data());
         }
         for (long tile = 0; tile < tiles_of(count); tile++) {
             const long some = tokens_of(count, tile);
-            float* in = own ? nullptr : &context[tile * width * TILE];
-            if (!own) norm_tile(in, l.context_scale, l.context_shift, width, some, eps, in);
+            float* in = own ? nullptr : &context[tile * width * side];
+            if (!own) norm_tile(in, l.context_scale, l.context_shift, some, in);
             if (!few) look(l, own ? normed_tile(l, tile, some) : in, tile, some);
         }
         for (long tile = 0; tile < tiles_of(tokens); tile++) {
             const long some = tokens_of(tokens, tile);
-            const float* in = own ? &normed[tile * width * TILE] : normed_tile(l, tile, some);
+            const float* in = own ? &normed[tile * width * side] : normed_tile(l, tile, some);
             float *q = query.data(), *out = inner.data();
             if (few && !nothing) attend_few(l, in, tokens, count, mask, scale, out);
             if (!few && !nothing) {
-                product(l.expand, in, width, width, some, [&](long r, long t, Vec sum) { store(q + r * TILE + t, sum * scale); });
+                product(l.expand, in, width, width, some, [&](long r, long t, Vec sum) { store(q + r * side + t, sum * scale); });
                 for (long h = 0; h < l.heads; h++) {
                     const long at = h * channels;
                     long t = 0;
-                    for (; t + LANES < some; t += 2 * LANES) head<2>(q + at * TILE + t, at, channels, count, mask, out + at * TILE + t);
-                    if (t < some) head<1>(q + at * TILE + t, at, channels, count, mask, out + at * TILE + t);
+                    for (; t + LANES < some; t += 2 * LANES) head<2>(q + at * side + t, at, channels, count, mask, out + at * side + t);
+                    if (t < some) head<1>(q + at * side + t, at, channels, count, mask, out + at * side + t);
                 }
             }
             finish(l, out, width, tile, some);
@@ -320,34 +321,34 @@ class Work {  // one worker's memory
         const long slots = met.count, channels = width / l.heads;
         const float* value = met.context + task * met.stride;
         aside.swap(x);
-        x.resize(tiles_of(slots) * width * TILE);
+        x.resize(tiles_of(slots) * width * side);
         normed.resize(std::max(normed.size(), x.size()));
-        inner.resize(width * TILE);
+        inner.resize(width * side);
         to_tiles(l.contract, slots, width, x.data());
         for (long tile = 0; tile < tiles_of(slots); tile++) {
             const long some = tokens_of(slots, tile);
-            float *own = &x[tile * width * TILE], *in = inner.data();
-            if (l.scale) norm_tile(own, l.scale, l.shift, width, some, eps, own);
+            float *own = &x[tile * width * side], *in = inner.data();
+            if (l.scale) norm_tile(own, l.scale, l.shift, some, own);
             std::fill(inner.begin(), inner.end(), 0.0f);
             for (long r = 0; r < width; r++) {
-                const float* from = value + (r / channels * slots + tile * TILE) * channels + r % channels;
-                for (long t = 0; t < some; t++) in[r * TILE + t] = from[t * channels];
+                const float* from = value + (r / channels * slots + tile * side) * channels + r % channels;
+                for (long t = 0; t < some; t++) in[r * side + t] = from[t * channels];
             }
             product(l.expand, in, width, width, some, [&](long r, long t, Vec sum) {
-                store(own + r * TILE + t, sum + l.expand_bias[r] + load(own + r * TILE + t));
+                store(own + r * side + t, sum + l.expand_bias[r] + load(own + r * side + t));
             });
         }
     }
 
   public:
-    Work(long width, float eps) : width(width), eps(eps) {}
+    Work(long width, long side, float eps) : width(width), side(side), eps(eps) {}
 
     // Tokens after all layers; those of every level, each from a START to the next, behind each other.
     void run(const Layer* layers, const Met* met, long count, const float* in, long tokens, long channels, long task, float* out) {
         long here = tokens;  // how many tokens are at hand
         bool begun = false;
-        x.resize(tiles_of(tokens) * channels * TILE);
-        normed.resize(tiles_of(tokens) * width * TILE);
+        x.resize(tiles_of(tokens) * channels * side);
+        normed.resize(tiles_of(tokens) * width * side);
         to_tiles(in, tokens, channels, x.data());
         for (long i = 0; i < count; i++) {
             const Layer& l = layers[i];
@@ -379,9 +380,11 @@ static void run_layers(const Layer* layers, const Met* met, long count, long tas
     const long products = count * 4 * width * width;  // of a token, at least
     threads = threads_for(tasks * tokens * products, threads, 1 << 24);
     const long pieces = apart ? std::max<long>(1, std::min<long>((threads + tasks - 1) / tasks, tokens / (4 * TILE))) : 1;
-    const long piece = tiles_of((tokens + pieces - 1) / pieces) * TILE;
+    const long piece = ((tokens + pieces - 1) / pieces + TILE - 1) / TILE * TILE;
     threads = std::min(threads, tasks * pieces);
-    std::vector<Work> works(threads, Work(width, (float)eps));
+    bool small = tokens <= LANES;  // tiles of many lanes that nobody fills would push all else out of the caches
+    for (long i = 0; i < count; i++) small = small && met[i].count <= LANES;
+    std::vector<Work> works(threads, Work(width, small ? LANES : TILE, (float)eps));
     in_threads(tasks * pieces, threads, [&](long i, long worker) {
         const long task = i / pieces, start = i % pieces * piece, some = std::min(piece, tokens - start);
         float* own = out + (task * levels * tokens + start) * width;

@@ -1,4 +1,4 @@
-"""Layers one after another by the CPU's machine code: from tokens to tokens in one call, without gradients.
+"""Reading states by the CPU's machine code, without gradients: layers in a row, and what events need.
 
 Weights are read where they lie. PyTorch's operators serve where gradients are wanted, something is traced or
 hooked, numbers are not float32, and where they are better: at long contexts, and at many tasks of a few
@@ -13,7 +13,7 @@ from operator import is_
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from constmem.kernels.cpu import reads, run, usable
@@ -206,3 +206,51 @@ def _packed(t: Float[Tensor, "b ..."]) -> Float[Tensor, "b ..."]:
 def _readable(t: Tensor) -> bool:
     """Whether these are plain numbers of float32 in order."""
     return type(t) in (Tensor, nn.Parameter) and reads(t) and t.is_contiguous()
+
+
+def gap_vectors(
+    z: Float[Tensor, "*b"],
+    waves: Float[Tensor, " w"],
+    weight: Float[Tensor, "d f"],
+    bias: Float[Tensor, " d"],
+) -> Float[Tensor, "*b d"] | None:
+    """Standardised log gaps, which `serves`, as vectors: linear in 1, z and waves of z; no gap is a NaN."""
+    if weight.numel() != len(bias) * (2 + 2 * len(waves)) or not all(map(_readable, (waves, weight, bias))):
+        return None
+    z, out = z.contiguous(), torch.empty(*z.shape, len(bias))
+    where = (t.data_ptr() for t in (z, waves, weight, bias, out))
+    run("gap_vectors", z.numel(), len(bias), len(waves), *where)
+    return out
+
+
+def turned(
+    value: Float64[Tensor, "b *h c"], clock: Float64[Tensor, " b"], turns: Float64[Tensor, " p"]
+) -> Float[Tensor, "b *h c"] | None:
+    """Pairs of channels as complex numbers times exp(i turns clock), in float32; None if unfit."""
+    if torch.is_grad_enabled() or value.dtype != torch.float64 or not value.is_cpu or not usable():
+        return None
+    value, clock, channels = value.contiguous(), clock.contiguous(), value.shape[-1]
+    out = torch.empty(value.shape)
+    sizes = len(value), value[:1].numel() // max(channels, 1), channels, len(turns)
+    run("turned", *sizes, *(t.data_ptr() for t in (value, clock, turns, out)))
+    return out
+
+
+def quantiles(
+    log_weights: Float[Tensor, "*b k"], loc: Float[Tensor, "*b k"], scale: Float[Tensor, "*b k"],
+    p: Float64[Tensor, "..."],
+) -> Float64[Tensor, "..."] | None:  # fmt: skip
+    """The quantiles of mixtures of log-normals at levels, which are broadcast; None if unfit."""
+    if not loc.is_cpu or not usable():
+        return None
+    mixtures, ndim = loc.shape[:-1], loc.ndim - 1
+    if p.shape[p.ndim - ndim :] != mixtures:
+        p = p.expand(torch.broadcast_shapes(p.shape, mixtures))
+        if p.shape[p.ndim - ndim :] != mixtures:
+            return None
+    if not p.numel():
+        return None
+    given = [log_weights.double().exp(), *(t.double().contiguous() for t in (loc, scale)), p.contiguous()]
+    out, sizes = torch.empty_like(given[3]), (p.numel(), mixtures.numel(), loc.shape[-1])
+    run("quantiles", *sizes, *(t.data_ptr() for t in given), torch.get_num_threads(), out.data_ptr())
+    return out
