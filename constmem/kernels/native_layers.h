@@ -133,6 +133,30 @@ class Work {  // one worker's memory
         }
     }
 
+    // The same of (tokens, width), with channels in lanes.
+    void norm_rows(const float* in, const float* scale, const float* shift, long tokens, float* out) {
+        const long whole = width / LANES * LANES;
+        for (long t = 0; t < tokens; t++, in += width, out += width) {
+            Vec sums{}, rests{}, squares{};
+            float mean = 0, rest = 0, square = 0;
+            for (long d = 0; d < whole; d += LANES) sums += load(in + d);
+            for (long d = whole; d < width; d++) mean += in[d];
+            mean = (mean + total(sums)) / width;
+            for (long d = 0; d < whole; d += LANES) {
+                const Vec x = load(in + d) - mean;
+                rests += x;
+                squares += x * x;
+            }
+            for (long d = whole; d < width; d++) rest += in[d] - mean, square += (in[d] - mean) * (in[d] - mean);
+            rest = (rest + total(rests)) / width;
+            const float inverse = 1 / std::sqrt((square + total(squares)) / width - rest * rest + eps);
+            mean += rest;
+            for (long d = 0; d < whole; d += LANES)
+                store(out + d, (load(in + d) - mean) * inverse * load(scale + d) + load(shift + d));
+            for (long d = whole; d < width; d++) out[d] = (in[d] - mean) * inverse * scale[d] + shift[d];
+        }
+    }
+
     // From (tokens, channels) to tiles, and back; lanes without a token hold zeros.
     void to_tiles(const float* in, long tokens, long channels, float* out) {
         for (long tile = 0; tile < tiles_of(tokens); tile++, in += side * channels, out += side * channels) {
@@ -238,7 +262,7 @@ class Work {  // one worker's memory
     }
 
     // Few queries of all heads in the lanes of one vector: each is taken to where keys come from, and what it reads from
-    // there to values, so that nobody needs keys and values of all tokens.
+    // there to values, so that nobody needs keys and values of all tokens. The context is (count, width), normed.
     void attend_few(const Layer& l, const float* in, long tokens, long count, const uint8_t* mask, float scale, float* out) {
         const long channels = width / l.heads;
         const float *key = l.expand_bias, *value = key + width * width;
@@ -254,24 +278,18 @@ class Work {  // one worker's memory
                 for (long d = 0; d < width; d++) asked[d * LANES + lane(h, t)] = row[d];
             }
         Vec top = splat(PADDING), sum{};
-        for (long tile = 0; tile < tiles_of(count); tile++) {
-            float* own = score + tile * side * LANES;
-            all_rows<1>(&context[tile * width * side], 1, side, asked, LANES, width, tokens_of(count, tile), 0, [&](long j, long, Vec x) {
-                if (mask && !mask[tile * side + j]) x = splat(PADDING);
-                top = larger(top, x);
-                store(own + j * LANES, x);
-            });
-        }
+        all_rows<1>(context.data(), width, 1, asked, LANES, width, count, 0, [&](long j, long, Vec x) {
+            if (mask && !mask[j]) x = splat(PADDING);
+            top = larger(top, x);
+            store(score + j * LANES, x);
+        });
         for (long j = 0; j < count; j++) {
             const Vec share = mask && !mask[j] ? Vec{} : power_of_two(load(score + j * LANES) - top);
             store(score + j * LANES, share);
             sum += share;
         }
         sum = 1.0f / sum;
-        std::fill(asked, asked + width * LANES, 0.0f);
-        for (long tile = 0; tile < tiles_of(count); tile++)
-            all_rows<1>(&context[tile * width * side], side, 1, score + tile * side * LANES, LANES, tokens_of(count, tile), width, 0,
-                        [&](long d, long, Vec x) { store(asked + d * LANES, load(asked + d * LANES) + x * sum); });
+        all_rows<1>(context.data(), 1, width, score, LANES, count, width, 0, [&](long d, long, Vec x) { store(asked + d * LANES, x * sum); });
         all_rows<1>(value, width, 1, asked, LANES, width, width, 0, [&](long r, long, Vec x) {
             for (long t = 0; t < tokens; t++) out[r * side + t] = x[lane(r / channels, t)];
         });
@@ -282,21 +300,22 @@ class Work {  // one worker's memory
         const long channels = width / l.heads;
         const uint8_t* mask = met.mask ? met.mask + task * count : nullptr;
         const bool nothing = mask ? std::find(mask, mask + count, 1) == mask + count : count == 0;
-        const bool few = !own && l.heads * tokens <= LANES && count >= 2 * LANES;
+        const bool few = l.kind == OTHER && l.heads * tokens <= LANES && count >= 2 * LANES;
         const float scale = LOG2E / std::sqrt((float)channels);
-        keys.resize(tiles_of(count) * 2 * width * side);
-        shares.resize(tiles_of(count) * side * WIDE * LANES);
+        if (!few) keys.resize(tiles_of(count) * 2 * width * side);
+        shares.resize(tiles_of(count) * side * 2 * LANES);
         query.resize(width * side);
         inner.assign(width * side, 0.0f);
         if (l.kind == OTHER) {
+            const float* from = met.context + task * met.stride;
             context.resize(tiles_of(count) * width * side);
-            to_tiles(met.context + task * met.stride, count, width, context.data());
+            few ? norm_rows(from, l.context_scale, l.context_shift, count, context.data()) : to_tiles(from, count, width, context.data());
         }
-        for (long tile = 0; tile < tiles_of(count); tile++) {
+        for (long tile = 0; tile < tiles_of(count) && !few; tile++) {
             const long some = tokens_of(count, tile);
             float* in = own ? nullptr : &context[tile * width * side];
             if (!own) norm_tile(in, l.context_scale, l.context_shift, some, in);
-            if (!few) look(l, own ? normed_tile(l, tile, some) : in, tile, some);
+            look(l, own ? normed_tile(l, tile, some) : in, tile, some);
         }
         for (long tile = 0; tile < tiles_of(tokens); tile++) {
             const long some = tokens_of(tokens, tile);
