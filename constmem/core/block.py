@@ -31,7 +31,7 @@ from constmem.core.layers import (
     normed_slots,
     refreshed,
 )
-from constmem.core.observation import Observation
+from constmem.core.observation import NAMES, Observation
 from constmem.core.state import AttentionState
 from constmem.kernels import Kind
 
@@ -77,7 +77,8 @@ class _Listing:
         self.modules += parts
         if any(type(part) not in (nn.Linear, nn.LayerNorm) for part in parts):
             raise TypeError("only plain linear maps and norms have all they do in their weights")
-        return [t for part in parts for t in part._parameters.values() if t is not None]
+        found = (part._parameters.get(name) for part in parts for name in ("weight", "bias"))
+        return [t for t in found if t is not None]
 
 
 def _program(roots: Sequence[nn.Module], listing: Callable[[], _Listing]) -> kernels.Program | None:
@@ -88,7 +89,10 @@ def _program(roots: Sequence[nn.Module], listing: Callable[[], _Listing]) -> ker
             listed = listing()
         except TypeError:
             return None
-        program = roots[0].__dict__["_program"] = kernels.Program(listed.layers, listed.modules)
+        program = kernels.Program(listed.layers, listed.modules)
+        if not program.holds():  # something is hooked
+            return None
+        roots[0].__dict__["_program"] = program
     return program
 
 
@@ -219,8 +223,8 @@ class CMABStack(nn.Module):
     def _listing(self) -> _Listing:
         """All layers of all blocks, each after its part of a state."""
         own: Any = self.observation
-        made, names = _Listing(self, own, self.readings), ["slots", "slots_scale", "slots_shift"]
-        if type(own) is not Observation or not own._parameters.keys() >= {*names}:
+        made = _Listing(self, own, self.readings)
+        if type(own) is not Observation or not own._parameters.keys() >= {*NAMES}:
             raise TypeError("only plain slots are read where they lie")
         for i, reading in enumerate(self.readings):
             parts: Any = reading._modules

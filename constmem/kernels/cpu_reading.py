@@ -92,7 +92,7 @@ class Program:
         self._meets = [(i, layer) for i, layer in enumerate(layers) if layer.kind in meeting]
         self._levels = max(1, sum(layer.kind == Kind.START for layer in layers))
         self._most = KEYS if any(layer.kind == Kind.OWN for layer in layers) else 2**31
-        self._fit = not any(self._hooks) and widths[0] == widths[1] and all(map(self._fits, layers))
+        self._fit = widths[0] == widths[1] and all(map(self._fits, layers))
         rows = [_row(layer, self._width) for layer in layers] if self._fit else []
         self._rows = array("q", chain.from_iterable(rows))
 
