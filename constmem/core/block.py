@@ -222,8 +222,7 @@ class CMABStack(nn.Module):
 
     def _listing(self) -> _Listing:
         """All layers of all blocks, each after its part of a state."""
-        own: Any = self.observation
-        made = _Listing(self, own, self.readings)
+        own, made = self.observation, _Listing(self, self.observation, self.readings)
         if type(own) is not Observation or not own._parameters.keys() >= {*NAMES}:
             raise TypeError("only plain slots are read where they lie")
         for i, reading in enumerate(self.readings):

@@ -23,12 +23,14 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from constmem.kernels.paths import NUMBER, POINTER, coarse, library, log, traced
+from constmem.kernels.paths import NUMBER, POINTER, coarse, log, traced
+from constmem.kernels.paths import library as library  # tests put another in its place
 from constmem.kernels.reference import Slots, SlotsLse, contiguous
 
 LONGEST = 65_536  # points that running sums of float32 add up: of more, roundings of one kind would show
 VECTOR = 16  # channels of a head, and slots, are padded to a multiple of this
 _LOG2E = log2(torch.e)
+SHORT = "machine code found too little memory: take fewer points or tasks at a time"
 SMALLEST, LARGEST = 2**25, 2**29  # bytes of a result whose memory is kept for the next one
 
 
@@ -167,25 +169,30 @@ class Event(NamedTuple):
     times: Float64[Tensor, "b 1"]
     start: Float64[Tensor, " b"]
     table: Float[Tensor, "marks d"]
-    project: tuple[Float[Tensor, "d f"], Float[Tensor, " d"]] | None  # of a gap's features, with its bias
+    project: (
+        tuple[Tensor, Tensor, Tensor] | None
+    )  # waves of a gap; weight (d, 2 + 2 w) and bias of its features
     scale: Sequence[Float[Tensor, ""]]  # mean and deviation of log gaps, and the shortest gap
-    waves: Float[Tensor, " w"] | None  # of the standardised log gap
     log_rates: Float[Tensor, "*h s"] | None
     turns: Float64[Tensor, " p"]  # of pairs of channels, angles a typical gap
     longest: int  # typical gaps since a start
 
 
-def _laid(event: Event) -> "array[int] | None":
-    """`Event` of native_events.h; None where machine code cannot read it."""
-    weights = [event.table, *event.scale, *(event.project or ())]
-    weights += [t for t in (event.waves, event.log_rates) if t is not None]
+def _laid(event: Event, plan: Plan, tasks: int) -> "array[int] | None":
+    """`Event` of native_events.h; None where machine code cannot read it, or finds too little there."""
+    (heads, slots, _), (count, width), none = plan.shape, event.table.shape, torch.empty(0)
+    waves, weight, bias = event.project or (none, none, none)
+    rates = none if event.log_rates is None else event.log_rates
+    weights = event.table, weight, bias, *event.scale, waves, rates
     given = *event[:4], event.turns
-    if not all(reads(t) and t.is_contiguous() for t in weights) or not all(t.is_contiguous() for t in given):
+    sizes = [*(t.numel() for t in event[:4]), *(t.numel() for t in (weight, bias, rates))]
+    wanted = [tasks] * 4 + ([width * (2 + 2 * len(waves)), width] if event.project else [0, 0])
+    wanted.append(0 if event.log_rates is None else heads * slots)
+    plain = all(reads(t) and t.is_contiguous() for t in weights)
+    if sizes != wanted or not plain or not all(t.is_cpu and t.is_contiguous() for t in given):
         return None
-    project, waves = event.project or (None, None), event.waves
-    where = *event[:5], *project, *event.scale, waves, event.log_rates, event.turns
-    sizes = len(event.table) - 2, 0 if waves is None else len(waves), len(event.turns), event.longest
-    return array("q", (*(0 if t is None else t.data_ptr() for t in where), *sizes))
+    where = map(Tensor.data_ptr, (*event[:4], *weights, event.turns))  # 0 of nothing
+    return array("q", (*where, count - 2, len(waves), len(event.turns), event.longest))
 
 
 def update(
@@ -194,11 +201,11 @@ def update(
 ) -> tuple[Float[Tensor, "b *h s c"], Float[Tensor, "b *h s"]] | None:  # fmt: skip
     """States in float64 with one point, or event, more for each task: `observe` and `merge` in one call.
 
-    None where an event's weights are not such that machine code can read them.
+    None where machine code cannot read them.
     """
     value, lse = value.contiguous(), lse.contiguous()
-    event = _laid(data) if isinstance(data, Event) else None
-    points = None if isinstance(data, Event) else data.contiguous()
+    event = _laid(data, plan, len(value)) if isinstance(data, Event) else None
+    points = data.contiguous() if isinstance(data, Tensor) and reads(data) else None
     if event is None and points is None:
         return None
     small = value.nbytes <= SMALLEST
@@ -249,7 +256,7 @@ def run(function: str, *given: object) -> None:
     if found is None:
         raise RuntimeError("there is no machine code: ask cpu.usable() first")
     if getattr(found, function)(*given):
-        raise MemoryError("machine code found too little memory: take fewer points or tasks at a time")
+        raise MemoryError(SHORT)
 
 
 def empty(*shape: int) -> Float[Tensor, "..."]:

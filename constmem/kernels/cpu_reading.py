@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
-from constmem.kernels.cpu import reads, run, usable
+from constmem.kernels import cpu
 
 KEYS = 1024  # tokens that are attended to
 FEW = 8  # tasks of which each may waste lanes
@@ -54,14 +55,17 @@ class Layer(NamedTuple):
 
 
 def serves(x: Tensor) -> bool:
-    """Whether tokens may go through machine code, as far as they themselves tell; cheap to ask."""
-    return (
-        not torch.is_grad_enabled()
-        and usable()
-        and reads(x)
-        and not torch.is_autocast_enabled("cpu")
-        and not torch._C._len_torch_dispatch_stack()  # nobody counts operators
+    """Whether numbers may go through machine code, as far as they themselves tell; cheap to ask."""
+    watched = (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch._C._functorch.maybe_current_level() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack()  # somebody counts operators
+        or torch.is_autocast_enabled("cpu")
     )
+    return not watched and x.dtype == torch.float32 and x.is_cpu and cpu.library() is not None
 
 
 class Program:
@@ -127,7 +131,7 @@ class Program:
         places, kept = array("q", bytes(8 * PLACES * self._count)), []
         for (i, layer), (context, mask) in zip(self._meets, met, strict=True):
             shape = context.shape
-            if not reads(context) or not self._meeting(layer, shape, tasks):
+            if context.dtype != torch.float32 or not context.is_cpu or not self._meeting(layer, shape, tasks):
                 return None
             if mask is not None:
                 if mask.shape != (tasks, shape[1]) or mask.dtype != torch.bool or not mask.is_cpu:
@@ -139,12 +143,15 @@ class Program:
                 "q", (context.data_ptr(), context.stride(0), shape[-2])
             )
             kept.append((context, mask))  # until the end: these may be copies
-        out = torch.empty(tasks, self._levels, tokens, self._width)
-        run(
-            "layers", self._count, self._rows.buffer_info()[0], places.buffer_info()[0], tasks, tokens,
+        out, code = torch.empty(tasks, self._levels, tokens, self._width), cpu.library()
+        assert code is not None  # as `serves` says
+        short = code.layers(
+            self._count, self._rows.buffer_info()[0], places.buffer_info()[0], tasks, tokens,
             channels, self._width, self._eps, x.data_ptr(), x.stride(0), torch.get_num_threads(),
             out.data_ptr(),
         )  # fmt: skip
+        if short:
+            raise MemoryError(cpu.SHORT)
         return out
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -205,7 +212,7 @@ def _packed(t: Float[Tensor, "b ..."]) -> Float[Tensor, "b ..."]:
 
 def _readable(t: Tensor) -> bool:
     """Whether these are plain numbers of float32 in order."""
-    return type(t) in (Tensor, nn.Parameter) and reads(t) and t.is_contiguous()
+    return type(t) in (Tensor, nn.Parameter) and cpu.reads(t) and t.is_contiguous()
 
 
 def gap_vectors(
@@ -219,7 +226,7 @@ def gap_vectors(
         return None
     z, out = z.contiguous(), torch.empty(*z.shape, len(bias))
     where = (t.data_ptr() for t in (z, waves, weight, bias, out))
-    run("gap_vectors", z.numel(), len(bias), len(waves), *where)
+    cpu.run("gap_vectors", z.numel(), len(bias), len(waves), *where)
     return out
 
 
@@ -227,12 +234,12 @@ def turned(
     value: Float64[Tensor, "b *h c"], clock: Float64[Tensor, " b"], turns: Float64[Tensor, " p"]
 ) -> Float[Tensor, "b *h c"] | None:
     """Pairs of channels as complex numbers times exp(i turns clock), in float32; None if unfit."""
-    if torch.is_grad_enabled() or value.dtype != torch.float64 or not value.is_cpu or not usable():
+    if torch.is_grad_enabled() or value.dtype != torch.float64 or not value.is_cpu or not cpu.usable():
         return None
     value, clock, channels = value.contiguous(), clock.contiguous(), value.shape[-1]
     out = torch.empty(value.shape)
     sizes = len(value), value[:1].numel() // max(channels, 1), channels, len(turns)
-    run("turned", *sizes, *(t.data_ptr() for t in (value, clock, turns, out)))
+    cpu.run("turned", *sizes, *(t.data_ptr() for t in (value, clock, turns, out)))
     return out
 
 
@@ -241,7 +248,7 @@ def quantiles(
     p: Float64[Tensor, "..."],
 ) -> Float64[Tensor, "..."] | None:  # fmt: skip
     """The quantiles of mixtures of log-normals at levels, which are broadcast; None if unfit."""
-    if not loc.is_cpu or not usable():
+    if not loc.is_cpu or not cpu.usable():
         return None
     mixtures, ndim = loc.shape[:-1], loc.ndim - 1
     if p.shape[p.ndim - ndim :] != mixtures:
@@ -252,5 +259,5 @@ def quantiles(
         return None
     given = [log_weights.double().exp(), *(t.double().contiguous() for t in (loc, scale)), p.contiguous()]
     out, sizes = torch.empty_like(given[3]), (p.numel(), mixtures.numel(), loc.shape[-1])
-    run("quantiles", *sizes, *(t.data_ptr() for t in given), torch.get_num_threads(), out.data_ptr())
+    cpu.run("quantiles", *sizes, *(t.data_ptr() for t in given), torch.get_num_threads(), out.data_ptr())
     return out

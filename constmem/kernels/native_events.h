@@ -106,5 +106,6 @@ static double quantile(long components, const double* weight, const double* loc,
         const double each = loc[k] + scale[k] * z;
         low = std::min(low, each), high = std::max(high, each), x += weight[k] * each;
     }
+    if (std::isnan(x)) return x;
     return std::exp(solved(components, weight, loc, scale, p, low, high, std::max(low, std::min(high, x))));
 }

@@ -223,7 +223,10 @@ class CMANP(LevelProcess[Any, Any]):
         return self._graphs.run(self, work, *given) if on_gpu(given[0]) else work(*given)
 
     def _decode(self, memory: Tensor, xt: Tensor) -> tuple[Tensor, ...]:
-        return self._decode_levels(memory.unbind(1), xt)
+        parts: Any = self._modules  # past the look-ups of modules: small queries feel those
+        levels, layers = memory.unbind(1), (parts["cross"], parts["feed"])
+        tokens = through_levels(xt.to(self.dtype), levels, *layers, embed=parts["embed_target"])
+        return parts["head"](tokens)  # type: ignore[no-any-return]
 
     def _decode_experts(self, latents: Tensor, *posterior_and_xt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert self.regression is not None

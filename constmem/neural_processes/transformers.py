@@ -1,7 +1,7 @@
 """Neural processes that are transformers over all their data: LBANP, TNP-D and EQTNP."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Required, TypedDict, Unpack
+from typing import ClassVar, Required, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -103,10 +103,8 @@ class LevelProcess(TokenProcess[S, M]):
         self, levels: Sequence[Tensor], xt: Tensor, mask: Tensor | None = None
     ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
         """Predictions at targets that attend to every level, and never see each other."""
-        parts: Any = self._modules  # past the look-ups of modules: small queries feel those
-        layers = parts["cross"], parts["feed"]
-        tokens = through_levels(xt.to(self.dtype), levels, *layers, mask, embed=parts["embed_target"])
-        return parts["head"](tokens)  # type: ignore[no-any-return]
+        layers, embed = (self.cross, self.feed), self.embed_target
+        return self.head(through_levels(xt.to(self.dtype), levels, *layers, mask, embed=embed))  # type: ignore[no-any-return]
 
 
 class LBANP(LevelProcess[StoredPoints, Tensor], StoringProcess[Tensor]):

@@ -179,21 +179,18 @@ class CMHP(PointProcess[ConstantState]):
     def _observe_at_once(self, state: ConstantState, chunk: Chunk) -> tuple[Tensor, Tensor] | None:
         """Value and lse of the state with one event more of each stream, where that takes one call."""
         own: Any = self._modules
-        value, lse = state.memory["value"], state.memory["lse"]
-        if torch.is_grad_enabled() or self.absolute_time or value.dtype != torch.float64:
+        gaps = None if self.gaps is None else self.gaps.weights()
+        odd = self.absolute_time or (gaps is None) != (self.gaps is None) or not unhooked(own["marks"])
+        if torch.is_grad_enabled() or odd:
             return None
-        prepared, gaps = own["stack"]._modules["observation"].prepared(own.get("embed")), own.get("gaps")
-        linear = None if gaps is None else gaps._modules["project"]
-        parts = [part for part in (own["marks"], gaps, linear) if part is not None]
-        if prepared.plans is None or not unhooked(*parts) or type(linear) not in (nn.Linear, type(None)):
-            return None
+        prepared = own["stack"]._modules["observation"].prepared(own.get("embed"))
+        turns = _turns_on_cpu(self.stack.layout[-1] // 2 if self.relative_time else 0)
         event = kernels.Event(
-            chunk.marks, chunk.gaps, chunk.times, state.start, own["marks"].table,
-            None if linear is None else (linear.weight, linear.bias), self.scale,
-            None if gaps is None else gaps.waves, self.log_rates,
-            _turns_on_cpu(value.shape[-1] // 2 if self.relative_time else 0), int(LONGEST),
+            chunk.marks, chunk.gaps, chunk.times, state.start, own["marks"].table, gaps, self.scale,
+            self.log_rates, turns, int(LONGEST),
         )  # fmt: skip
-        return kernels.update(prepared.plans, event, value, lse)
+        held = state.memory["value"], state.memory["lse"]
+        return None if prepared.plans is None else kernels.update(prepared.plans, event, *held)
 
     def _parts(self, chunk: Chunk, clock: Float64[Tensor, "b t"]) -> Float[Tensor, "b t d"]:
         """Mark, time since the start and log gap of each event, as far as asked for, in one vector."""

@@ -68,12 +68,17 @@ class GapFeatures(nn.Module):
         self.waves: Tensor
         self.register_buffer("waves", pi * torch.tensor(self.WAVES), persistent=False)
 
+    def weights(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Waves, and weight and bias of the projection; None where that is more than both."""
+        linear: Any = self._modules["project"]
+        plain = type(linear) is nn.Linear and unhooked(self, linear)
+        return (self.waves, linear.weight, linear.bias) if plain else None
+
     def forward(self, z: Float[Tensor, "*b"]) -> Float[Tensor, "*b d"]:
-        linear = self._modules["project"]
-        if kernels.serves(z) and type(linear) is nn.Linear and unhooked(linear):
-            found = kernels.gap_vectors(z, self.waves, linear.weight, linear.bias)
-            if found is not None:
-                return found
+        own = self.weights() if kernels.serves(z) else None
+        found = None if own is None else kernels.gap_vectors(z, *own)
+        if found is not None:
+            return found
         there = ~z.isnan()
         z = z.nan_to_num(0.0).clamp(-8.0, 8.0)[..., None]
         angles = z * self.waves
