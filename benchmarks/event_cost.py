@@ -137,6 +137,18 @@ def ratios(histories: dict[str, dict[int, Subject]]) -> Iterator[dict[str, Any]]
     yield {"what": "ratio", "of": "after 100,000 events: THP with KV cache over CMHP"} | found
 
 
+def side(histories: dict[str, dict[int, Subject]], events: int = 10**4) -> Iterator[dict[str, Any]]:
+    """Updates and queries of all models after as many events, in turns: the fastest round of each."""
+    alike = {name: by_size[events] for name, by_size in histories.items() if name != "THP, recomputed"}
+    for verb in ("update", "query"):
+        found = side_by_side({name: getattr(one, verb) for name, one in alike.items()}, rounds=300)
+        for name, times in found.items():
+            milliseconds = round(1e3 * min(times), 3)
+            yield {"what": verb, "model": name, "events": events, "milliseconds": milliseconds} | ratio(
+                found, name, "CMHP"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--draw", action="store_true", help="only draw the committed rows again")
@@ -156,7 +168,7 @@ def main() -> None:
     rows = []
     with torch.no_grad():
         histories = {name: subjects(name, model, events) for name, model in models.items()}
-        for row in chain(measured(histories), ratios(histories)):
+        for row in chain(measured(histories), ratios(histories), side(histories)):
             rows.append(row)
             print(row, flush=True)
     save("event_cost", rows, **provenance(0, "a simulated Hawkes process of two marks, one stream, float32"))

@@ -46,19 +46,22 @@ def measured(folder: Path, model: CMANP, *, half: bool) -> dict[str, Any]:
     mean, std = runner.predict(xt)
     one, memory = runner.fork(), runner.read()
     resident = subprocess.run([sys.executable, "-c", RESIDENT], cwd=folder, capture_output=True, check=True)
-    first, points = (x[:, :1], y[:, :1]), memory | {"xt": xt.double().numpy()}
+    first, targets = (x[:, :1], y[:, :1]), {"1": xt[:, :1], "784": xt}
+    given = {name: {"xt": t.double().numpy()} for name, t in targets.items()}
     with torch.no_grad():
         decoded = model.read(state)
-        ours = {
-            "update": lambda: one.observe(*first),
-            "read": lambda: runner._run("read"),
-            "predict_784": lambda: runner._run("predict", **points),
-        }
-        theirs = {
-            "update": lambda: model.update(state, *first),
-            "read": lambda: model.read(state),
-            "predict_784": lambda: model.predict(decoded, xt),
-        }
+        ours: dict[str, record.Work] = {
+            "update": lambda: one.observe(*first), "read": lambda: runner._run("read"),
+        }  # fmt: skip
+        theirs: dict[str, record.Work] = {
+            "update": lambda: model.update(state, *first), "read": lambda: model.read(state),
+        }  # fmt: skip
+        for name, t in targets.items():  # what was read is at hand, and then not
+            points = given[name]
+            ours[f"predict_{name}"] = lambda points=points: runner._run("predict", **memory, **points)
+            theirs[f"predict_{name}"] = lambda t=t: model.predict(decoded, t)
+            ours[f"query_{name}"] = lambda p=points: runner._run("predict", **runner._run("read"), **p)
+            theirs[f"query_{name}"] = lambda t=t: model.query(state, t)
         times: dict[str, float] = {}
         for name, work in ours.items():  # each by itself: after a reading an update meets cold caches
             times |= fastest({name: work, f"{name}_pytorch": theirs[name]})

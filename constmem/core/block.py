@@ -7,12 +7,17 @@ splits exactly in two: `observe` (data to state) and `read` (state to latents). 
 stack observe does not depend on one another: all of them look at a chunk in one pass.
 """
 
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
+from constmem import kernels
 from constmem.core.checks import points, positive
 from constmem.core.layers import (
     MLP,
@@ -26,8 +31,97 @@ from constmem.core.layers import (
     normed_slots,
     refreshed,
 )
-from constmem.core.observation import Observation
+from constmem.core.observation import NAMES, Observation
 from constmem.core.state import AttentionState
+from constmem.kernels import Kind
+
+EPS = 1e-5  # of the slots' norm
+
+
+class _Listing:
+    """Layers that machine code can do one after another, and all modules that these are made of."""
+
+    def __init__(self, *roots: nn.Module) -> None:
+        self.layers: list[kernels.Layer] = []
+        self.modules: list[Any] = [*roots]
+
+    def add(self, module: Any, context: Kind = Kind.OTHER) -> None:
+        """Add what a module does: one layer, or several; a TypeError if it does anything else."""
+        own, of = module._modules, type(module)
+        self.modules.append(module)
+        if of is nn.Sequential or of is nn.ModuleList:
+            for part in own.values():
+                self.add(part)
+        elif of is FeedForward:
+            self._layer(Kind.FEED, module, 0, [own["norm"], own["expand"], own["contract"]])
+        elif of is SelfAttention or of is CrossAttention:
+            inner, norms = own["attention"]._modules, [own[name] for name in own if "norm" in name]
+            parts = [*norms, inner["query"], inner["key_value"], inner["out"]]
+            self.modules.append(own["attention"])
+            kind = Kind.OWN if of is SelfAttention else context
+            self._layer(kind, module, own["attention"].num_heads, parts)
+        elif of is MLP:
+            maps = own["layers"]
+            self.modules.append(maps)
+            for i, part in enumerate(maps, start=1):
+                self.layers.append(kernels.Layer(Kind.MAP, self.weights(part), 0, EPS, i < len(maps)))
+        else:
+            raise TypeError(f"{of.__name__} is no layer")
+
+    def _layer(self, kind: Kind, module: Any, heads: int, parts: list[nn.Module]) -> None:
+        weights = self.weights(*parts)
+        self.layers.append(kernels.Layer(kind, weights, heads, module.norm.eps, module.normed))
+
+    def weights(self, *parts: nn.Module) -> list[Tensor]:
+        """Weights and biases of linear maps and norms in a row; a TypeError where one is something else."""
+        self.modules += parts
+        if any(type(part) not in (nn.Linear, nn.LayerNorm) for part in parts):
+            raise TypeError("only plain linear maps and norms have all they do in their weights")
+        found = (part._parameters.get(name) for part in parts for name in ("weight", "bias"))
+        return [t for t in found if t is not None]
+
+
+def _program(roots: Sequence[nn.Module], listing: Callable[[], _Listing]) -> kernels.Program | None:
+    """Layers for machine code: as the first of the roots keeps them, while no part of them has changed."""
+    program: kernels.Program | None = roots[0].__dict__.get("_program")
+    if program is None or not all(map(is_, roots, program.modules)) or not program.holds():
+        try:
+            listed = listing()
+        except TypeError:
+            return None
+        program = kernels.Program(listed.layers, listed.modules)
+        if not program.holds():  # something is hooked
+            return None
+        roots[0].__dict__["_program"] = program
+    return program
+
+
+def through_levels(
+    tokens: Float[Tensor, "b m d"], levels: Sequence[Float[Tensor, "b n d"]], cross: nn.ModuleList,
+    feed: nn.ModuleList, mask: Bool[Tensor, "b n"] | None = None, *, embed: MLP | None = None,
+) -> Float[Tensor, "b m d"]:  # fmt: skip
+    """The tokens of targets after attending to every level; they never see each other.
+
+    Args:
+        embed: makes tokens of the targets, if these are none yet.
+    """
+    roots = [cross, feed] if embed is None else [embed, cross, feed]
+
+    def listing() -> _Listing:
+        made = _Listing(*roots)
+        for layer in (*roots[:-2], *chain.from_iterable(zip(cross, feed, strict=True))):
+            made.add(layer)
+        return made
+
+    if kernels.serves(tokens) and not _has_any_global_hook():
+        program = _program(roots, listing)
+        found = None if program is None else program.run(tokens, [(level, mask) for level in levels])
+        if found is not None:
+            return found[:, 0]
+    tokens = tokens if embed is None else embed(tokens)
+    for level, attend_to, forward in zip(levels, cross, feed, strict=True):
+        tokens = forward(attend_to(tokens, level, mask))
+    return tokens
 
 
 class Reading(nn.Module):
@@ -112,14 +206,35 @@ class CMABStack(nn.Module):
         self, value: Float[Tensor, "b depth h s c"], latents: Float[Tensor, "b l d"]
     ) -> list[Float[Tensor, "b l d"]]:
         """The latents after each block, from a state's value: nothing else of it is read."""
-        own = refreshed(self.observation)
+        if kernels.serves(latents) and not _has_any_global_hook():
+            program = _program([self], self._listing)
+            parts = () if program is None else value.to(latents.dtype).unbind(1)
+            found = None if program is None else program.run(latents, [(part, None) for part in parts])
+            if found is not None:
+                return list(found.unbind(1))
+        own, values = refreshed(self.observation), value.to(latents.dtype)
         slots = normed_slots(own.slots, own.slots_scale, own.slots_shift) if self.normed else own.slots
-        values = value.to(latents.dtype)
         levels: list[Tensor] = []
         for i, reading in enumerate(self.readings):
             latents = reading(values[:, i], slots[i], latents)
             levels.append(latents)
         return levels
+
+    def _listing(self) -> _Listing:
+        """All layers of all blocks, each after its part of a state."""
+        own, made = self.observation, _Listing(self, self.observation, self.readings)
+        if type(own) is not Observation or not own._parameters.keys() >= {*NAMES}:
+            raise TypeError("only plain slots are read where they lie")
+        for i, reading in enumerate(self.readings):
+            parts: Any = reading._modules
+            norm = [own.slots_scale[i], own.slots_shift[i]] if self.normed else []
+            weights = [*norm, *made.weights(parts["out"]), own.slots[i]]
+            made.layers.append(kernels.Layer(Kind.START, weights, self.layout[1], EPS, self.normed))
+            made.modules.append(reading)
+            made.add(parts["data"])
+            made.add(parts["cross"], Kind.BACK)
+            made.add(parts["latents"])
+        return made
 
     def forward(
         self, latents: Float[Tensor, "b l d"], tokens: Float[Tensor, "b n d"], mask: Tensor | None = None,

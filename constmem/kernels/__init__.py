@@ -1,21 +1,23 @@
 """How it is computed: functions on tensors, each of which takes the fastest path that can serve it.
 
 `attend` is PyTorch's operators. `observe`, `update` and `merge` are machine code on a CPU and kernels of our
-own on a GPU; `fold`, `attention` and `feed_forward` are such kernels. These return None where no such path
-serves, and PyTorch's operators do. A path that fails says so in one line of the log and is not tried again:
-`PATHS` shows them (`Path.failed`), `reset()` has them tried anew.
+own on a GPU; `fold`, `attention` and `feed_forward` are such kernels, `Program` and `quantiles` such code.
+All return None where no such path serves, and PyTorch's operators do. A path that fails says so in one line
+of the log and is not tried again: `PATHS` shows them (`Path.failed`), `reset()` has them tried anew.
 """
 
 import threading
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from constmem.kernels import cpu, gpu
+from constmem.kernels.cpu import Event
+from constmem.kernels.cpu_reading import Kind, Layer, Program, gap_vectors, quantiles, serves, turned
 from constmem.kernels.fused import attend, attend_backward, choose
 from constmem.kernels.gpu_fold import fold
 from constmem.kernels.graphs import Checksum, Graphs
@@ -40,11 +42,15 @@ __all__ = [
     "PATHS",
     "Absorbed",
     "Chunk",
+    "Event",
     "Graphs",
+    "Kind",
+    "Layer",
     "Others",
     "OthersLse",
     "Path",
     "Plans",
+    "Program",
     "Slots",
     "SlotsLse",
     "Snapshot",
@@ -58,12 +64,16 @@ __all__ = [
     "chunk",
     "feed_forward",
     "fold",
+    "gap_vectors",
     "joined",
     "merge",
     "observe",
     "plain",
+    "quantiles",
     "reset",
     "scores",
+    "serves",
+    "turned",
     "update",
 ]
 
@@ -120,21 +130,24 @@ def observe(
     plan = plans.cpu()
     if plan is not None:
         return cpu.observe(plan, data, bias) if cpu.reads(data) else None
-    return GPU.attempt(lambda: _by_kernels(plans, data, bias)) if gpu.usable(data.device) else None
+    return GPU.attempt(lambda: gpu.seen(plans.gpu(), data, bias)) if gpu.usable(data.device) else None
 
 
 def update(
-    plans: Plans, data: Float[Tensor, "b 1 i"], value: Float[Tensor, "b *h s c"], lse: Float[Tensor, "b *h s"]
-) -> tuple[Float[Tensor, "b *h s c"], Float[Tensor, "b *h s"]] | None:
-    """States in float64 with one point more for each task."""
-    if data.shape[2] != plans.inputs:
-        return None
+    plans: Plans, data: Float[Tensor, "b 1 i"] | Event, value: Float[Tensor, "b *h s c"],
+    lse: Float[Tensor, "b *h s"],
+) -> tuple[Float[Tensor, "b *h s c"], Float[Tensor, "b *h s"]] | None:  # fmt: skip
+    """States in float64 with one point, or one event, more for each task."""
     ready = plans.cpu()
+    if (data.table if isinstance(data, Event) else data).shape[-1] != plans.inputs:
+        return None
     if ready is not None:
-        exact = ready.weights.channels == ready.shape[-1]  # no padded channels
-        return cpu.update(ready, data, value, lse) if exact and cpu.reads(data) else None
-    few = 0 < data.shape[0] <= gpu.FEW and gpu.usable(data.device)
-    plan = GPU.attempt(plans.gpu) if few else None
+        fits = value.shape[1:].numel() == prod(ready.shape) and value.shape[:-1] == lse.shape
+        doubles = value.dtype == lse.dtype == torch.float64
+        return cpu.update(ready, data, value, lse) if fits and doubles else None
+    if isinstance(data, Event) or not 0 < data.shape[0] <= gpu.FEW or not gpu.usable(data.device):
+        return None
+    plan = GPU.attempt(plans.gpu)
     return None if plan is None else GPU.attempt(lambda: gpu.extended(plan, data, value, lse))
 
 
@@ -287,21 +300,3 @@ def reset() -> None:
         path.reset()
     library.cache_clear()
     gpu.forget()
-
-
-def _by_kernels(
-    plans: Plans, data: Tensor, bias: Tensor | None
-) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h s"]] | None:
-    """What the GPU's kernels make of the data; None of what they cannot take."""
-    plan = plans.gpu()
-    if plan is None or data.shape[0] == 0:
-        return None
-    GPU.chosen()
-    if data.shape[1] > 1 or bias is not None:
-        return gpu.observe(plan, data, bias)
-    heads, channels, _ = plan.project.shape
-    with torch.autocast("cuda", enabled=False):
-        out = F.linear(gpu.normed_tokens(plan, data[:, 0])[:, : plan.width], *plan.single).double()
-    lse, value = out.split([len(plan.score), heads * channels], -1)
-    lse = lse.unflatten(-1, (heads, -1))
-    return value.view(-1, heads, 1, channels).expand(-1, -1, lse.shape[-1], -1), lse

@@ -14,20 +14,23 @@ import ctypes
 import functools
 import mmap
 import weakref
+from array import array
 from collections.abc import Callable, Sequence
 from math import log2, prod
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from constmem.kernels.paths import NUMBER, POINTER, coarse, library, log, traced
+from constmem.kernels.paths import NUMBER, POINTER, coarse, log, traced
+from constmem.kernels.paths import library as library  # tests put another in its place
 from constmem.kernels.reference import Slots, SlotsLse, contiguous
 
 LONGEST = 65_536  # points that running sums of float32 add up: of more, roundings of one kind would show
 VECTOR = 16  # channels of a head, and slots, are padded to a multiple of this
 _LOG2E = log2(torch.e)
+SHORT = "machine code found too little memory: take fewer points or tasks at a time"
 SMALLEST, LARGEST = 2**25, 2**29  # bytes of a result whose memory is kept for the next one
 
 
@@ -134,12 +137,12 @@ def observe(
     if n == 1 and bias is None:
         value = torch.empty(b, heads, 1, channels, dtype=torch.float64)
         where = value.data_ptr(), lse.data_ptr()
-        _run("observe_one", plan.pointer, b, data.data_ptr(), torch.get_num_threads(), *where)
+        run("observe_one", plan.pointer, b, data.data_ptr(), torch.get_num_threads(), *where)
         return value[..., : plan.weights.channels].expand(-1, -1, slots, -1), lse
     value = empty(b, heads, slots, channels)
     bias = None if bias is None else bias.float().contiguous()
     weights = None if bias is None else bias.data_ptr()
-    _run(
+    run(
         "observe", plan.pointer, b, n, data.data_ptr(), weights, torch.get_num_threads(), plan.halves,
         value.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
@@ -151,25 +154,65 @@ def merge(value: Slots, lse: SlotsLse, other_value: Slots, other_lse: SlotsLse) 
     value, lse, other_value, other_lse = contiguous(value, lse, other_value, other_lse)
     merged, merged_lse = empty(*value.shape), torch.empty_like(lse)
     shared = value.shape[-2] // max(other_value.shape[-2], 1)
-    _run(
+    run(
         "merge", lse.numel(), value.shape[-1], value.data_ptr(), lse.data_ptr(), other_value.data_ptr(),
         shared, other_lse.data_ptr(), torch.get_num_threads(), merged.data_ptr(), merged_lse.data_ptr(),
     )  # fmt: skip
     return merged, merged_lse
 
 
+class Event(NamedTuple):
+    """One event of each stream: what its token is made of, and what its time does to what slots see of it."""
+
+    marks: Int64[Tensor, "b 1"]  # negative ones stand behind the others in the table
+    gaps: Float64[Tensor, "b 1"]
+    times: Float64[Tensor, "b 1"]
+    start: Float64[Tensor, " b"]
+    table: Float[Tensor, "marks d"]
+    project: (
+        tuple[Tensor, Tensor, Tensor] | None
+    )  # waves of a gap; weight (d, 2 + 2 w) and bias of its features
+    scale: Sequence[Float[Tensor, ""]]  # mean and deviation of log gaps, and the shortest gap
+    log_rates: Float[Tensor, "*h s"] | None
+    turns: Float64[Tensor, " p"]  # of pairs of channels, angles a typical gap
+    longest: int  # typical gaps since a start
+
+
+def _laid(event: Event, plan: Plan, tasks: int) -> "array[int] | None":
+    """`Event` of native_events.h; None where machine code cannot read it, or finds too little there."""
+    (heads, slots, _), (count, width), none = plan.shape, event.table.shape, torch.empty(0)
+    waves, weight, bias = event.project or (none, none, none)
+    rates = none if event.log_rates is None else event.log_rates
+    weights = event.table, weight, bias, *event.scale, waves, rates
+    given = *event[:4], event.turns
+    sizes = [*(t.numel() for t in event[:4]), *(t.numel() for t in (weight, bias, rates))]
+    wanted = [tasks] * 4 + ([width * (2 + 2 * len(waves)), width] if event.project else [0, 0])
+    wanted.append(0 if event.log_rates is None else heads * slots)
+    plain = all(reads(t) and t.is_contiguous() for t in weights)
+    if sizes != wanted or not plain or not all(t.is_cpu and t.is_contiguous() for t in given):
+        return None
+    where = map(Tensor.data_ptr, (*event[:4], *weights, event.turns))  # 0 of nothing
+    return array("q", (*where, count - 2, len(waves), len(event.turns), event.longest))
+
+
 def update(
-    plan: Plan,
-    data: Float[Tensor, "b 1 i"],
-    value: Float[Tensor, "b *h s c"],
+    plan: Plan, data: Float[Tensor, "b 1 i"] | Event, value: Float[Tensor, "b *h s c"],
     lse: Float[Tensor, "b *h s"],
-) -> tuple[Float[Tensor, "b *h s c"], Float[Tensor, "b *h s"]]:
-    """States in float64 with one point more for each task: `observe` and `merge` in one call."""
-    data, value, lse = data.contiguous(), value.contiguous(), lse.contiguous()
+) -> tuple[Float[Tensor, "b *h s c"], Float[Tensor, "b *h s"]] | None:  # fmt: skip
+    """States in float64 with one point, or event, more for each task: `observe` and `merge` in one call.
+
+    None where machine code cannot read them.
+    """
+    value, lse = value.contiguous(), lse.contiguous()
+    event = _laid(data, plan, len(value)) if isinstance(data, Event) else None
+    points = data.contiguous() if isinstance(data, Tensor) and reads(data) else None
+    if event is None and points is None:
+        return None
     small = value.nbytes <= SMALLEST
     merged, merged_lse = torch.empty_like(value) if small else empty(*value.shape), torch.empty_like(lse)
-    _run(
-        "update", plan.pointer, data.shape[0], data.data_ptr(), value.data_ptr(), lse.data_ptr(),
+    run(
+        "update", plan.pointer, len(value), None if points is None else points.data_ptr(),
+        None if event is None else event.buffer_info()[0], value.data_ptr(), lse.data_ptr(),
         torch.get_num_threads(), merged.data_ptr(), merged_lse.data_ptr(),
     )  # fmt: skip
     return merged, merged_lse
@@ -207,13 +250,13 @@ def usable() -> bool:
     return not traced() and library() is not None
 
 
-def _run(function: str, *given: object) -> None:
+def run(function: str, *given: object) -> None:
     """Call machine code that answers 0, or 1 where memory was short."""
     found = library()
     if found is None:
         raise RuntimeError("there is no machine code: ask cpu.usable() first")
     if getattr(found, function)(*given):
-        raise MemoryError("machine code found too little memory: take fewer points or tasks at a time")
+        raise MemoryError(SHORT)
 
 
 def empty(*shape: int) -> Float[Tensor, "..."]:

@@ -196,6 +196,23 @@ def _embed(plan: Plan, points: Tensor, tokens: Tensor, products: str) -> None:
     )
 
 
+def seen(
+    plan: Plan | None, data: Float[Tensor, "b n i"], bias: Float[Tensor, "b n"] | None
+) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h s"]] | None:
+    """What the kernels make of the data; None of what they cannot take."""
+    if plan is None or data.shape[0] == 0:
+        return None
+    GPU.chosen()
+    if data.shape[1] > 1 or bias is not None:
+        return observe(plan, data, bias)
+    heads, channels, _ = plan.project.shape
+    with torch.autocast("cuda", enabled=False):
+        out = F.linear(normed_tokens(plan, data[:, 0])[:, : plan.width], *plan.single).double()
+    lse, value = out.split([len(plan.score), heads * channels], -1)
+    lse = lse.unflatten(-1, (heads, -1))
+    return value.view(-1, heads, 1, channels).expand(-1, -1, lse.shape[-1], -1), lse
+
+
 def observe(
     plan: Plan, data: Float[Tensor, "b n i"], bias: Float[Tensor, "b n"] | None
 ) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h s"]]:

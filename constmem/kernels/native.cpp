@@ -6,6 +6,8 @@
 #include <mutex>
 
 #include "native_checksum.h"
+#include "native_events.h"
+#include "native_layers.h"
 #include "native_merge.h"
 #include "native_one.h"
 #include "native_threads.h"
@@ -181,9 +183,9 @@ int64_t merge(int64_t states, int64_t channels, const double* value, const doubl
     });
 }
 
-// Each task's state with one point more: `observe_one` and `merge` without anything between them.
-int64_t update(const Plan* plan, int64_t tasks, const float* data, const double* value, const double* lse,
-               int64_t threads, double* merged, double* merged_lse) {
+// Each task's state with one point more, or one event: `observe_one` and `merge` without anything between them.
+int64_t update(const Plan* plan, int64_t tasks, const float* data, const Event* event, const double* value,
+               const double* lse, int64_t threads, double* merged, double* merged_lse) {
     return guarded([&] {
         const Plan& p = *plan;
         const long states = p.heads * p.slots, numbers = states * p.channels;
@@ -192,12 +194,65 @@ int64_t update(const Plan* plan, int64_t tasks, const float* data, const double*
         in_threads(several, several, [&](long worker, long) {
             Single single(p);
             std::vector<double> new_value(p.heads * p.channels), new_lse(states);
+            std::vector<float> token;
             for (long task = tasks * worker / several; task < tasks * (worker + 1) / several; task++) {
-                single.see(data + task * p.widths[0], new_value.data(), new_lse.data());
+                if (event) token_of(*event, task, p.widths[0], token);
+                single.see(event ? token.data() : data + task * p.widths[0], new_value.data(), new_lse.data());
+                if (event) turn(*event, clock_of(*event, task), p, new_value.data(), new_lse.data());
                 merge_states(states, p.channels, value + task * numbers, lse + task * states, new_value.data(),
                              p.slots, new_lse.data(), past, merged + task * numbers, merged_lse + task * states);
             }
         });
+    });
+}
+
+// Layers one after another: from (tasks, tokens, channels), `stride` from one task to the next, to (tasks, levels,
+// tokens, width): a level for each START, or one.
+int64_t layers(int64_t count, const Layer* layer, const Met* met, int64_t tasks, int64_t tokens, int64_t channels,
+               int64_t width, double eps, const float* in, int64_t stride, int64_t threads, float* out) {
+    return guarded([&] {
+        run_layers(layer, met, count, tasks, tokens, channels, width, eps, in, stride, threads, out);
+    });
+}
+
+// Quantiles of mixtures of log-normals: of mixture i modulo `mixtures` at p[i].
+int64_t quantiles(int64_t count, int64_t mixtures, int64_t components, const double* weight, const double* loc,
+                  const double* scale, const double* p, int64_t threads, double* out) {
+    return guarded([&] {
+        threads = std::min<long>(threads_for(count * components, threads, 1 << 12), std::max<long>(1, count));
+        in_threads(count, threads, [&](long i, long) {
+            const long at = i % mixtures * components;
+            out[i] = quantile(components, weight + at, loc + at, scale + at, p[i]);
+        });
+    });
+}
+
+// Vectors (count, width) of standardised log gaps; not a number: no gap.
+int64_t gap_vectors(int64_t count, int64_t width, int64_t wave_count, const float* z, const float* waves,
+                    const float* weight, const float* bias, float* out) {
+    return guarded([&] {
+        for (long i = 0; i < count; i++) {
+            std::copy(bias, bias + width, out + i * width);
+            add_gap(weight, width, waves, wave_count, z[i], out + i * width);
+        }
+    });
+}
+
+// Values (tasks, rows, channels), whose pairs of channels are complex numbers, times exp(i turn clock).
+int64_t turned(int64_t tasks, int64_t rows, int64_t channels, int64_t pairs, const double* value, const double* clock,
+               const double* turns, float* out) {
+    return guarded([&] {
+        std::vector<double> cos(pairs), sin(pairs);
+        for (long task = 0; task < tasks; task++) {
+            for (long i = 0; i < pairs; i++) cos[i] = std::cos(clock[task] * turns[i]), sin[i] = std::sin(clock[task] * turns[i]);
+            for (long row = 0; row < rows; row++, value += channels, out += channels) {
+                for (long i = 0; i < pairs; i++) {
+                    out[i] = (float)(value[i] * cos[i] - value[pairs + i] * sin[i]);
+                    out[pairs + i] = (float)(value[i] * sin[i] + value[pairs + i] * cos[i]);
+                }
+                for (long i = 2 * pairs; i < channels; i++) out[i] = (float)value[i];
+            }
+        }
     });
 }
 }

@@ -162,6 +162,15 @@ static inline double total(Doubles x) {
     return sum;
 }
 
+static inline float total(Vec x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#endif
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+}
+
 // sums[r][v] += sum over k of a[r, k] * b[k, v], all sums in registers.
 template <int R, int N, class T>
 static inline void multiply(const float* a, long row, long step, const T* b, long next, long count, VecOf<T> (&sums)[R][N]) {

@@ -11,14 +11,14 @@ from torch.distributions import Distribution
 from torch.utils.checkpoint import checkpoint
 
 from constmem.core import checks
-from constmem.core.block import CMABStack
+from constmem.core.block import CMABStack, through_levels
 from constmem.core.fold import Chunk, fold, fused_fold, slices
 from constmem.core.layers import MLP, keep_variance, on_gpu
 from constmem.core.model import listed
 from constmem.core.moments import Moments
 from constmem.core.observation import Observation
 from constmem.kernels import Graphs
-from constmem.neural_processes.heads import Corrected, LevelMixture, LowRank, Mixture, through_levels
+from constmem.neural_processes.heads import Corrected, LevelMixture, LowRank, Mixture
 from constmem.neural_processes.joint import JointNormal, PointMixture
 from constmem.neural_processes.points import Scales
 from constmem.neural_processes.regression import Posterior, Regression
@@ -220,8 +220,7 @@ class CMANP(LevelProcess[Any, Any]):
         return self._graphs.run(self, work, *given) if on_gpu(given[0]) else work(*given)
 
     def _decode(self, memory: Tensor, xt: Tensor) -> tuple[Tensor, ...]:
-        tokens = through_levels(self, self.embed_target(xt.to(self.dtype)), memory.unbind(1))
-        return self.head(tokens)  # type: ignore[no-any-return]
+        return self._decode_levels(memory.unbind(1), xt)
 
     def _decode_experts(self, latents: Tensor, *posterior_and_xt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert self.regression is not None
@@ -231,7 +230,7 @@ class CMANP(LevelProcess[Any, Any]):
         log_weight = posterior.evidence[:, None].expand(-1, xt.shape[1], -1)
         known = torch.cat([mean.flatten(2), std.log().flatten(2), log_weight.exp()], -1)
         tokens = self.embed_target(xt.to(self.dtype)) + self.recall(known.to(self.dtype))
-        tokens = through_levels(self, tokens, latents.unbind(1))
+        tokens = through_levels(tokens, latents.unbind(1), self.cross, self.feed)
         found = *self.head(tokens, mean, std), log_weight
         wide = torch.promote_types(self.dtype, torch.float32)
         return found[0].to(wide), found[1].to(wide), found[2].to(wide)

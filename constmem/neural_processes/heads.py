@@ -1,6 +1,5 @@
 """The last steps of models, from tokens to numbers, and grey levels: what pixels are predicted on."""
 
-from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Normal, constraints
 from torch.distributions.utils import lazy_property
 
-from constmem.core.layers import MLP
+from constmem.core.layers import MLP, applied
 from constmem.neural_processes.joint import SampleMixture, chosen
 
 Std = Literal["bounded", "exp"]
@@ -45,7 +44,8 @@ class Head(nn.Module):
 
     def raw(self, tokens: Float[Tensor, "b m d"]) -> Float[Tensor, "b m o"]:
         """All numbers, as yet without bounds."""
-        return self.predictor(self.norm(tokens))  # type: ignore[no-any-return]
+        parts: Any = self._modules  # past the look-ups of modules: small queries feel those
+        return parts["predictor"](applied(parts["norm"], tokens))  # type: ignore[no-any-return]
 
     def precise(self, tokens: Float[Tensor, "b m d"]) -> Float[Tensor, "b m o"]:
         """The same in full precision: autocast would round what mixtures and loadings say."""
@@ -136,15 +136,6 @@ class Mixture(Head):
         spread = torch.linspace(*self.bounds, self.components, dtype=raw.dtype, device=raw.device)
         width = self.least + self.start * F.softplus(wide)
         return spread[:, None] + self.unit * shift, width, raw[..., 0].log_softmax(-1)
-
-
-def through_levels(
-    model: Any, tokens: Float[Tensor, "b m d"], levels: Iterable[Float[Tensor, "b n d"]], mask: Any = None
-) -> Float[Tensor, "b m d"]:
-    """The tokens of targets after attending to every level of a model; they never see each other."""
-    for level, cross, feed in zip(levels, model.cross, model.feed, strict=True):
-        tokens = feed(cross(tokens, level, mask))
-    return tokens
 
 
 def level_of(value: Float[Tensor, "*b"], levels: int) -> Int64[Tensor, "*b"]:

@@ -1,7 +1,7 @@
 """Neural processes that are transformers over all their data: LBANP, TNP-D and EQTNP."""
 
-from collections.abc import Iterable
-from typing import ClassVar, NamedTuple, Required, TypedDict, Unpack
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, Required, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -9,11 +9,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from constmem.core import layers
+from constmem.core.block import through_levels
 from constmem.core.checks import positive
 from constmem.core.costs import Needs
 from constmem.core.layers import MLP, CrossAttention, FeedForward, Residual, SelfAttention
 from constmem.neural_processes.base import M, NeuralProcess
-from constmem.neural_processes.heads import Gaussian, Std, through_levels
+from constmem.neural_processes.heads import Gaussian, Std
 from constmem.neural_processes.points import S
 from constmem.neural_processes.states import StoredPoints, StoringProcess
 
@@ -95,11 +96,13 @@ class LevelProcess(TokenProcess[S, M]):
         self.head: nn.Module = Gaussian(**self._set("dim", "hidden", "std"), dim_y=self.dim_y)
 
     def _decode_levels(
-        self, levels: Iterable[Tensor], xt: Tensor, mask: Tensor | None = None
+        self, levels: Sequence[Tensor], xt: Tensor, mask: Tensor | None = None
     ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
         """Predictions at targets that attend to every level, and never see each other."""
-        tokens = through_levels(self, self.embed_target(xt.to(self.dtype)), levels, mask)
-        return self.head(tokens)  # type: ignore[no-any-return]
+        parts: Any = self._modules  # past the look-ups of modules: small queries feel those
+        layers = parts["cross"], parts["feed"]
+        tokens = through_levels(xt.to(self.dtype), levels, *layers, mask, embed=parts["embed_target"])
+        return parts["head"](tokens)  # type: ignore[no-any-return]
 
 
 class Levels(NamedTuple):

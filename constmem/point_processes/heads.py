@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 from torch.distributions import Distribution, constraints
+from torch.nn.modules.module import _has_any_global_hook
 
+from constmem import kernels
 from constmem.core.checks import positive
-from constmem.core.layers import MLP, keep_variance
+from constmem.core.layers import MLP, applied, keep_variance
 
 LOG_SCALE = (-5.0, 1.0)  # bounds of a component's log deviation, in deviations of the data's log gaps
 REACH = 10.0  # of a component's mean, in the same deviations
@@ -46,6 +48,12 @@ def sinusoids(times: Float[Tensor, "*b"], dim: int) -> Float[Tensor, "*b d"]:
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)[..., :dim]
 
 
+def unhooked(*modules: nn.Module) -> bool:
+    """Whether nothing else happens before or after calls of these."""
+    hooks = (found for m in modules for found in (m._forward_hooks, m._forward_pre_hooks))
+    return not any(hooks) and not _has_any_global_hook()
+
+
 class GapFeatures(nn.Module):
     """A standardised log gap as a vector: linear in z, in waves of z, and in whether there is a gap at all.
 
@@ -60,7 +68,17 @@ class GapFeatures(nn.Module):
         self.waves: Tensor
         self.register_buffer("waves", pi * torch.tensor(self.WAVES), persistent=False)
 
+    def weights(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Waves, and weight and bias of the projection; None where that is more than both."""
+        linear: Any = self._modules["project"]
+        plain = type(linear) is nn.Linear and unhooked(self, linear)
+        return (self.waves, linear.weight, linear.bias) if plain else None
+
     def forward(self, z: Float[Tensor, "*b"]) -> Float[Tensor, "*b d"]:
+        own = self.weights() if kernels.serves(z) else None
+        found = None if own is None else kernels.gap_vectors(z, *own)
+        if found is not None:
+            return found
         there = ~z.isnan()
         z = z.nan_to_num(0.0).clamp(-8.0, 8.0)[..., None]
         angles = z * self.waves
@@ -145,14 +163,23 @@ class LogNormalMixture(Distribution):
 
     @torch.no_grad()
     def icdf(self, value: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """Quantiles, without gradient: between the smallest and largest of the components' own.
+        """Quantiles, without gradient: between the smallest and largest of the components' own."""
+        p = value.double()
+        found = kernels.quantiles(self.log_weights, self.loc, self.scale, p)
+        if found is not None:
+            return found.to(self.loc.dtype)
+        inside = p.clamp(torch.finfo(torch.float64).tiny, 1 - torch.finfo(torch.float64).eps)
+        quantile = self._cut(inside[..., None]).exp()
+        quantile = torch.where(p <= 0, 0.0, torch.where(p >= 1, float("inf"), quantile))
+        return torch.where(p.isnan() | (p < 0) | (p > 1), float("nan"), quantile).to(self.loc.dtype)
+
+    def _cut(self, inside: Float64[Tensor, "... 1"]) -> Float64[Tensor, "..."]:
+        """Logarithms of quantiles, by PyTorch's operators.
 
         The interval is cut in four until it is narrower than the last digit of the dtype. The smaller
         tail decides, below the median P(log gap < x) = sum_k w_k erfc((loc_k - x) / scale_k sqrt 2) / 2,
         above it that of the other side: no digits are lost in either.
         """
-        p = value.double()
-        inside = p.clamp(torch.finfo(torch.float64).tiny, 1 - torch.finfo(torch.float64).eps)[..., None]
         loc, scale = self.loc.double(), self.scale.double()
         each = loc + scale * torch.special.ndtri(inside)
         low, width = each.amin(-1, keepdim=True), each.amax(-1, keepdim=True) - each.amin(-1, keepdim=True)
@@ -168,10 +195,8 @@ class LogNormalMixture(Distribution):
             cuts = torch.addcmul(low, width, quarters)  # (*b, 3, 1)
             shares = torch.erfc(torch.addcmul(offset, cuts, slope)) @ weights
             low = low + width * (shares < wanted).sum(-2, keepdim=True)
-        low, width = low.squeeze(-1), width.squeeze(-1)
-        quantile = (low + 0.5 * width).squeeze(-1).exp()
-        quantile = torch.where(p <= 0, 0.0, torch.where(p >= 1, float("inf"), quantile))
-        return torch.where(p.isnan() | (p < 0) | (p > 1), float("nan"), quantile).to(self.loc.dtype)
+        found: Tensor = (low + 0.5 * width).squeeze(-1).squeeze(-1)
+        return found
 
     @property
     def mean(self) -> Float[Tensor, "*b"]:
@@ -255,10 +280,11 @@ class MarkHead(nn.Module):
         self, features: Float[Tensor, "*#b d"], gap: Float[Tensor, "*#b"]
     ) -> Float[Tensor, "*#b marks"]:
         """Args: `gap` is the standardised logarithm of the gap; NaN stands for an unknown one."""
-        hidden = self.from_features(features)
-        if self.from_gap is not None:
-            hidden = hidden + self.from_gap(gap)
-        return _wide(self.out(F.relu(hidden))).log_softmax(-1)
+        own: Any = self._modules
+        hidden = applied(own["from_features"], features)
+        if "from_gap" in own:
+            hidden = hidden + own["from_gap"](gap)
+        return _wide(applied(own["out"], F.relu(hidden))).log_softmax(-1)
 
 
 def _wide(numbers: Tensor) -> Tensor:

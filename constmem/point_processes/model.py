@@ -50,8 +50,8 @@ class Prediction:
             return self._given(self.last_time if gap is None else gap)
         levels = (torch.arange(QUANTILES, device=self.last_time.device) + 0.5) / QUANTILES
         levels = levels.reshape(-1, *[1] * self.last_time.ndim)
-        few = len(levels) if self.gap.loc.numel() <= AT_ONCE else 1
-        gaps = torch.cat([self.gap.icdf(part) for part in levels.split(few)])
+        at_once = self.gap.loc.numel() <= AT_ONCE
+        gaps = self.gap.icdf(levels) if at_once else torch.cat([self.gap.icdf(p[None]) for p in levels])
         if self.last_time.numel() * self.mark_head.num_marks <= AT_ONCE:
             return self._given(gaps).logsumexp(0).log_softmax(-1)
         total = self._given(gaps[0])

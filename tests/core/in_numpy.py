@@ -61,12 +61,19 @@ def fed(module: FeedForward, x: Array, raw: bool) -> Array:
 
 def written_out(stack: CMABStack, block: int, latents: Array, tokens: Array, raw: bool) -> Array:
     """SA(CA(latents, SA(CA(slots, tokens)))) for one task, each with a feed-forward layer behind it."""
-    o, reading = stack.observation, stack.readings[block]
-    slots = array(o.slots[block])
-    normed = norm(slots, array(o.slots_scale[block]), array(o.slots_shift[block]))
+    o = stack.observation
+    normed = norm(array(o.slots[block]), array(o.slots_scale[block]), array(o.slots_shift[block]))
     context = norm(tokens, array(o.tokens_scale[block]), array(o.tokens_shift[block, :, 0]))
     key, value = array(o.key_value[0, block]), array(o.key_value[1, block])
     seen = attention(normed, context, array(o.query[block]), key, value, o.num_heads)
+    return read(stack, block, latents, seen, raw)
+
+
+def read(stack: CMABStack, block: int, latents: Array, seen: Array, raw: bool) -> Array:
+    """What comes after the slots have seen data, for one task."""
+    o, reading = stack.observation, stack.readings[block]
+    slots = array(o.slots[block])
+    normed = norm(slots, array(o.slots_scale[block]), array(o.slots_shift[block]))
     seen = seen @ array(reading.out.weight).T + array(reading.out.bias) + (slots if raw else normed)
     seen = fed(reading.data[0], seen, raw)
     seen = fed(reading.data[2], attended(reading.data[1], seen, None, raw), raw)
