@@ -1,9 +1,9 @@
 """How it is computed: functions on tensors, each of which takes the fastest path that can serve it.
 
 `attend` is PyTorch's operators. `observe`, `update` and `merge` are machine code on a CPU and kernels of our
-own on a GPU; `fold`, `attention` and `feed_forward` are such kernels, and `Program`, `gap_vectors`, `turned` and
-`quantiles` such code. They return None where no such path serves, and PyTorch's operators do. A path that fails says so in one line of the log and is not tried again:
-`PATHS` shows them (`Path.failed`), `reset()` has them tried anew.
+own on a GPU; `fold`, `attention` and `feed_forward` are such kernels, `Program` and `quantiles` such code.
+All return None where no such path serves, and PyTorch's operators do. A path that fails says so in one line
+of the log and is not tried again: `PATHS` shows them (`Path.failed`), `reset()` has them tried anew.
 """
 
 import threading
