@@ -244,7 +244,10 @@ int64_t turned(int64_t tasks, int64_t rows, int64_t channels, int64_t pairs, con
     return guarded([&] {
         std::vector<double> cos(pairs), sin(pairs);
         for (long task = 0; task < tasks; task++) {
-            for (long i = 0; i < pairs; i++) cos[i] = std::cos(clock[task] * turns[i]), sin[i] = std::sin(clock[task] * turns[i]);
+            for (long i = 0; i < pairs; i++) {
+                cos[i] = std::cos(clock[task] * turns[i]);
+                sin[i] = std::sin(clock[task] * turns[i]);
+            }
             for (long row = 0; row < rows; row++, value += channels, out += channels) {
                 for (long i = 0; i < pairs; i++) {
                     out[i] = (float)(value[i] * cos[i] - value[pairs + i] * sin[i]);

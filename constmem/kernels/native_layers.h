@@ -68,7 +68,8 @@ class Work : Tiles {  // with one worker's memory
         aside.resize(tiles_of(tokens) * l.hidden * side);
         for (long tile = 0; tile < tiles_of(tokens); tile++) {
             float* out = &aside[tile * l.hidden * side];
-            product(l.expand, &x[tile * channels * side], channels, l.hidden, tokens_of(tokens, tile), [&](long r, long t, Vec sum) {
+            const long some = tokens_of(tokens, tile);
+            product(l.expand, &x[tile * channels * side], channels, l.hidden, some, [&](long r, long t, Vec sum) {
                 sum += l.expand_bias[r];
                 store(out + r * side + t, l.normed ? larger(Vec{}, sum) : sum);
             });
@@ -79,7 +80,8 @@ class Work : Tiles {  // with one worker's memory
     // Keys and values of all tokens of a tile, (2 width, side).
     void look(const Layer& l, const float* in, long tile, long count) {
         float* out = &keys[tile * 2 * width * side];
-        product(l.expand_bias, in, width, 2 * width, count, [&](long r, long t, Vec sum) { store(out + r * side + t, sum); });
+        const auto put = [&](long r, long t, Vec sum) { store(out + r * side + t, sum); };
+        product(l.expand_bias, in, width, 2 * width, count, put);
     }
 
     // What N vectors of a head's queries, (channels, side) each, read; shares: (keys, N vectors).
@@ -125,13 +127,15 @@ class Work : Tiles {  // with one worker's memory
 
     // Few queries of all heads in the lanes of one vector: each is taken to where keys come from, and what it reads from
     // there to values, so that nobody needs keys and values of all tokens. The context is (count, width), normed.
-    void attend_few(const Layer& l, const float* in, long tokens, long count, const uint8_t* mask, float scale, float* out) {
+    void attend_few(const Layer& l, const float* in, long tokens, long count, const uint8_t* mask, float scale,
+                    float* out) {
         const long channels = width / l.heads;
         const float *key = l.expand_bias, *value = key + width * width;
         const auto lane = [&](long h, long t) { return h * tokens + t; };
         shares.assign((count + width) * LANES + width, 0.0f);
         float *score = shares.data(), *asked = score + count * LANES, *row = asked + width * LANES;
-        product(l.expand, in, width, width, tokens, [&](long r, long t, Vec sum) { store(&query[r * side + t], sum * scale); });
+        const auto ask = [&](long r, long t, Vec sum) { store(&query[r * side + t], sum * scale); };
+        product(l.expand, in, width, width, tokens, ask);
         for (long h = 0; h < l.heads; h++)
             for (long t = 0; t < tokens; t++) {
                 std::fill(row, row + width, 0.0f);
@@ -151,7 +155,8 @@ class Work : Tiles {  // with one worker's memory
             sum += share;
         }
         sum = 1.0f / sum;
-        all_rows<1>(context.data(), 1, width, score, LANES, count, width, 0, [&](long d, long, Vec x) { store(asked + d * LANES, x * sum); });
+        const auto answer = [&](long d, long, Vec x) { store(asked + d * LANES, x * sum); };
+        all_rows<1>(context.data(), 1, width, score, LANES, count, width, 0, answer);
         all_rows<1>(value, width, 1, asked, LANES, width, width, 0, [&](long r, long, Vec x) {
             for (long t = 0; t < tokens; t++) out[r * side + t] = x[lane(r / channels, t)];
         });
@@ -171,9 +176,10 @@ class Work : Tiles {  // with one worker's memory
         if (l.kind == OTHER) {
             const float* from = met.context + task * met.stride;
             context.resize(tiles_of(count) * width * side);
-            few ? norm_rows(from, l.context_scale, l.context_shift, count, context.data()) : to_tiles(from, count, width, context.data());
-            for (long j = 0; j < count && few && mask; j++)  // what nobody sees may be anything, a share of 0 times it too
-                if (!mask[j]) std::fill_n(&context[j * width], width, 0.0f);
+            float* to = context.data();
+            few ? norm_rows(from, l.context_scale, l.context_shift, count, to) : to_tiles(from, count, width, to);
+            for (long j = 0; j < count && few && mask; j++)  // what nobody sees may be anything, 0 times it as well
+                if (!mask[j]) std::fill_n(to + j * width, width, 0.0f);
         }
         for (long tile = 0; tile < tiles_of(count) && !few; tile++) {
             const long some = tokens_of(count, tile);
@@ -189,12 +195,14 @@ class Work : Tiles {  // with one worker's memory
             float *q = query.data(), *out = inner.data();
             if (few && !nothing) attend_few(l, in, tokens, count, mask, scale, out);
             if (!few && !nothing) {
-                product(l.expand, in, width, width, some, [&](long r, long t, Vec sum) { store(q + r * side + t, sum * scale); });
-                for (long h = 0; h < l.heads; h++) {
-                    const long at = h * channels;
+                const auto ask = [&](long r, long t, Vec sum) { store(q + r * side + t, sum * scale); };
+                product(l.expand, in, width, width, some, ask);
+                for (long at = 0; at < width; at += channels) {
+                    const float* from = q + at * side;
+                    float* to = out + at * side;
                     long t = 0;
-                    for (; t + LANES < some; t += 2 * LANES) head<2>(q + at * side + t, at, channels, count, mask, out + at * side + t);
-                    if (t < some) head<1>(q + at * side + t, at, channels, count, mask, out + at * side + t);
+                    for (; t + LANES < some; t += 2 * LANES) head<2>(from + t, at, channels, count, mask, to + t);
+                    if (t < some) head<1>(from + t, at, channels, count, mask, to + t);
                 }
             }
             finish(l, out, width, tile, some);
@@ -229,7 +237,8 @@ class Work : Tiles {  // with one worker's memory
     Work(long width, long side, float eps) : Tiles(width, side, eps) {}
 
     // Tokens after all layers; those of every level, each from a START to the next, behind each other.
-    void run(const Layer* layers, const Met* met, long count, const float* in, long tokens, long channels, long task, float* out) {
+    void run(const Layer* layers, const Met* met, long count, const float* in, long tokens, long channels, long task,
+             float* out) {
         long here = tokens;  // how many tokens are at hand
         bool begun = false;
         x.resize(tiles_of(tokens) * channels * side);
@@ -258,10 +267,15 @@ class Work : Tiles {  // with one worker's memory
     }
 };
 
-static void run_layers(const Layer* layers, const Met* met, long count, long tasks, long tokens, long channels, long width, double eps,
-                       const float* in, long stride, long threads, float* out) {
-    const bool apart = std::none_of(layers, layers + count, [](const Layer& l) { return l.kind == OWN || l.kind == START; });
-    const long levels = std::max<long>(1, std::count_if(layers, layers + count, [](const Layer& l) { return l.kind == START; }));
+static void run_layers(const Layer* layers, const Met* met, long count, long tasks, long tokens, long channels,
+                       long width, double eps, const float* in, long stride, long threads, float* out) {
+    bool apart = true;  // tokens do not see each other
+    long levels = 0;
+    for (long i = 0; i < count; i++) {
+        apart = apart && layers[i].kind != OWN && layers[i].kind != START;
+        levels += layers[i].kind == START;
+    }
+    levels = std::max<long>(1, levels);
     const long products = count * 4 * width * width;  // of a token, at least
     threads = threads_for(tasks * tokens * products, threads, 1 << 24);
     const long pieces = apart ? std::max<long>(1, std::min<long>((threads + tasks - 1) / tasks, tokens / (4 * TILE))) : 1;
@@ -273,6 +287,7 @@ static void run_layers(const Layer* layers, const Met* met, long count, long tas
     in_threads(tasks * pieces, threads, [&](long i, long worker) {
         const long task = i / pieces, start = i % pieces * piece, some = std::min(piece, tokens - start);
         float* own = out + (task * levels * tokens + start) * width;
-        if (some > 0) works[worker].run(layers, met, count, in + task * stride + start * channels, some, channels, task, own);
+        const float* from = in + task * stride + start * channels;
+        if (some > 0) works[worker].run(layers, met, count, from, some, channels, task, own);
     });
 }

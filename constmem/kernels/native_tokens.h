@@ -12,9 +12,10 @@ static inline Vec smaller(Vec a, Vec b) { return -larger(-a, -b); }
 template <int N>  // how many rows are multiplied at once with so many vectors
 constexpr int ROWS_BY = LANES == 16 ? (N == 4 ? 6 : 8) : (N == 1 ? 8 : 4);
 
-// For each row r and each vector of tokens at t: put(r, t, start(r, t) + sum over k of w[r, k] in[k, t]).
+// For each row r and each vector of tokens at t: put(r, t, sum over k of w[r, k] in[k, t]).
 template <int R, int N, class Put>
-static inline void rows_by(const float* w, long row, long step, const float* in, long next, long k, long r, long t, const Put& put) {
+static inline void rows_by(const float* w, long row, long step, const float* in, long next, long k, long r, long t,
+                           const Put& put) {
     Vec sums[R][N] = {};
     multiply<R, N>(w + r * row, row, step, in + t, next, k, sums);
     for (int i = 0; i < R; i++)
@@ -22,7 +23,8 @@ static inline void rows_by(const float* w, long row, long step, const float* in,
 }
 
 template <int N, class Put>
-static void all_rows(const float* w, long row, long step, const float* in, long next, long k, long rows, long t, const Put& put) {
+static void all_rows(const float* w, long row, long step, const float* in, long next, long k, long rows, long t,
+                     const Put& put) {
     constexpr int most = ROWS_BY<N>;
     long r = 0;
     for (; r + most <= rows; r += most) rows_by<most, N>(w, row, step, in, next, k, r, t, put);
