@@ -220,7 +220,9 @@ class CMANP(LevelProcess[Any, Any]):
         return self._graphs.run(self, work, *given) if on_gpu(given[0]) else work(*given)
 
     def _decode(self, memory: Tensor, xt: Tensor) -> tuple[Tensor, ...]:
-        return self._decode_levels(memory.unbind(1), xt)
+        layers = self.cross, self.feed
+        tokens = through_levels(xt.to(self.dtype), memory.unbind(1), *layers, embed=self.embed_target)
+        return self.head(tokens)  # type: ignore[no-any-return]
 
     def _decode_experts(self, latents: Tensor, *posterior_and_xt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert self.regression is not None
