@@ -72,16 +72,15 @@ def merge_pairs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`merge` of unevaluated sums of two: the larger part stays, the smaller is added as an increment."""
     mine = lse >= other_lse
-    pick = mine[..., None]
-    a, b = torch.where(pick, value, other_value), torch.where(pick, other_value, value)
-    a_lse, b_lse = torch.where(mine, lse, other_lse), torch.where(mine, other_lse, lse)
-    a_low, b_low = (
-        torch.where(pick, value_low, other_value_low),
-        torch.where(pick, other_value_low, value_low),
-    )
-    a_lse_low, b_lse_low = (
-        torch.where(mine, lse_low, other_lse_low),
-        torch.where(mine, other_lse_low, lse_low),
+
+    def larger_first(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        first = mine if own.ndim == mine.ndim else mine[..., None]
+        return torch.where(first, own, other), torch.where(first, other, own)
+
+    (a, b), (a_low, b_low) = larger_first(value, other_value), larger_first(value_low, other_value_low)
+    (a_lse, b_lse), (a_lse_low, b_lse_low) = (
+        larger_first(lse, other_lse),
+        larger_first(lse_low, other_lse_low),
     )
     gap = (b_lse - a_lse) + (b_lse_low - a_lse_low)
     step = torch.sigmoid(gap)[..., None] * ((b - a) + (b_low - a_low))
