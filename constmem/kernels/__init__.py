@@ -100,9 +100,8 @@ class Plans:
         """For machine code, if there is any that can read these weights."""
         plan: cpu.Plan | None = self._laid.get("cpu", _UNKNOWN)
         if plan is _UNKNOWN:
-            known = cpu.usable() and all(
-                cpu.reads(t) for t in (self.slots, *(t for layer in self.layers for t in layer))
-            )
+            weights = [self.slots, *(t for layer in self.layers for t in layer)]
+            known = cpu.usable() and all(map(cpu.reads, weights))
             exact = (t.float() for t in self.exact()) if known else ()
             plan = self._laid["cpu"] = cpu.Plan(cpu.pack(*exact), self.layers) if known else None
             if known:
@@ -284,9 +283,8 @@ def _checksum(tensors: Sequence[Tensor]) -> Callable[[], int | None] | None:
 def _bits(tensors: Sequence[Tensor]) -> list[Tensor]:
     """A copy of the tensors' bits as integers, together: few launches on a GPU."""
     words = [t.contiguous().view(-1).view(_WORDS[t.element_size()]) for t in tensors]
-    return [
-        torch.cat([w for w in words if w.dtype == kind]) for kind in dict.fromkeys(w.dtype for w in words)
-    ]
+    kinds = dict.fromkeys(w.dtype for w in words)
+    return [torch.cat([w for w in words if w.dtype == kind]) for kind in kinds]
 
 
 def plain(device: torch.device) -> bool:
