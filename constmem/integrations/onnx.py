@@ -182,7 +182,7 @@ def _of_table(learner: Learner) -> Works:
     assert memory is not None
     assert columns is not None
     p, count = memory.features.width, max(memory.targets, 3) if learner.discrete else memory.targets
-    n, k = Dim("rows"), Dim("classes", min=1) if learner.discrete else None
+    n, k = Dim("rows"), Dim("classes", min=1) if learner.discrete else Dim.STATIC
     moments, model = Moments.empty(p, count), None
     state = {name: getattr(moments, name) for name in Moments.NAMES}
     axes: list[Any] = [None, {1: k}, {0: k}, None]

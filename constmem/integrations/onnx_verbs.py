@@ -10,18 +10,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from constmem.core.layers import CrossAttention, SelfAttention
 from constmem.core.moments import Moments
-from constmem.data.prior import SHOWN, context_inputs, residual_of, target_inputs
+from constmem.data.prior import context_inputs, residual_of, target_inputs
 from constmem.neural_processes import CMANP
 from constmem.neural_processes.regression import Posterior
 from constmem.point_processes import CMHP
 from constmem.point_processes.chunks import Chunk
 from constmem.point_processes.states import ConstantState
-from constmem.tabular.features import CLIP, DEPTH, FAR, RANK
 from constmem.tabular.learner import Learner
 from constmem.tabular.precisions import KERNEL
 from constmem.tabular.trace import LEAST
@@ -29,6 +27,8 @@ from constmem.tabular.trace import LEAST
 
 class Verb(nn.Module):
     """One verb of a model."""
+
+    rewritten = True  # by PyTorch's exporter into fewer operations
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -170,6 +170,8 @@ class Marks(Verb):
 class _Table(Verb):
     """A verb of a tables' learner; the model is that of its residuals, if they are learned."""
 
+    rewritten = False  # that loses one of two limits where one tensor is clamped twice
+
     def __init__(self, learner: Learner, model: CMANP | None) -> None:
         memory = learner.memory
         assert memory is not None
@@ -179,24 +181,13 @@ class _Table(Verb):
         self.centre, self.scale = (torch.from_numpy(t) for t in (learner.center, learner.scale))
 
     def phi(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Features of rows, as `Features` makes them; and the columns that the residuals' model sees."""
-        f = self.features
-        kernel, where, whitener, pairs = f._made  # type: ignore[attr-defined]
-        z = (x - f.centre) / f.scale
-        below = (f.knots < z[..., None]).long().sum(-1) + (f.knots <= z[..., None]).long().sum(-1)
-        ranks = (below.double() / f.knots.shape[1] - 1.0) * RANK
-        left, right = (z.index_select(1, one).clamp(-FAR, FAR) for one in pairs)
-        parts = [torch.ones_like(z[:, :1]), z, ranks, left * right]
-        if len(where):
-            parts.append(kernel(torch.cat([z.clamp(-CLIP, CLIP), ranks], 1), where) @ whitener)
-        if count := len(f.columns):
-            powers = 2 ** torch.arange(DEPTH - 1, -1, -1)
-            tested = z.index_select(1, f.columns.flatten()).unflatten(1, f.columns.shape)
-            leaf = ((tested > f.thresholds).long() * powers).sum(-1)
-            one_hot = leaf[..., None] == torch.arange(2**DEPTH)
-            parts.append(one_hot.double().reshape(-1, count * 2**DEPTH))
-        shown = z[:, :0] if self.residuals is None else z.index_select(1, self.residuals.columns)
-        return torch.cat(parts, 1), F.pad(shown, (0, SHOWN - shown.shape[1]))
+        """Features of rows, and the columns that the residuals' model sees."""
+        made = torch.cat(self.features._parts(x), 1)
+        for name, whitener in {KERNEL: self.features._made[2]}.items():  # type: ignore[attr-defined]
+            here = self.features.groups.get(name, slice(0, 0))
+            made = torch.cat([made[:, : here.start], made[:, here] @ whitener, made[:, here.stop :]], 1)
+        shown = x[:, :0] if self.residuals is None else self.residuals._shown(self.features, x)
+        return made, shown
 
 
 class ObserveTable(_Table):
@@ -253,18 +244,32 @@ def graph(
 ) -> Any:
     """A verb as a model of the package onnx, without notes on who made it where."""
     import onnx
+    import onnxscript
 
     with tempfile.TemporaryDirectory() as folder, torch.no_grad(), _quiet():
         path = f"{folder}/graph.onnx"
         torch.onnx.export(
             verb.eval(), given, path, dynamic_shapes=axes, input_names=inputs, output_names=outputs,
-            dynamo=True, external_data=False, verbose=False,
+            dynamo=True, external_data=False, verbose=False, optimize=verb.rewritten,
+            custom_translation_table={torch.ops.aten.searchsorted.Tensor: _searchsorted},
         )  # fmt: skip
         made = onnx.load(path)
+        if not verb.rewritten:
+            onnxscript.optimizer.fold_constants(made)
+            onnxscript.optimizer.remove_unused_nodes(made)
     for part in (made, *made.graph.node):
         del part.metadata_props[:]
         part.doc_string = ""
     return made
+
+
+def _searchsorted(known: Any, asked: Any, *, right: bool = False, **_: Any) -> Any:
+    """How many of each row's known numbers, in order, are below each of those asked: ONNX has none such."""
+    from onnxscript import opset18
+
+    rows, columns = opset18.Unsqueeze(known, [1]), opset18.Unsqueeze(asked, [2])
+    below = opset18.LessOrEqual(rows, columns) if right else opset18.Less(rows, columns)
+    return opset18.ReduceSum(opset18.Cast(below, to=7), [2], keepdims=0)  # as whole numbers
 
 
 @contextlib.contextmanager

@@ -156,7 +156,7 @@ def search(
     return best, best.noise * (best.freedom / freedom), freedom
 
 
-def hold(new: int, since: float, searched: float) -> bool:
+def hold(new: int, since: int, searched: float) -> bool:
     """Whether precisions hold for some new rows: of so many since they were searched by so many rows."""
     return new <= RECENT and since < max(FEW, GROWTH * searched)
 

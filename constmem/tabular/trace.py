@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import reduce
 from math import inf, isinf
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -265,6 +265,7 @@ class _Correction:
         return self._weights[1]
 
 
+@runtime_checkable
 class Answering(Protocol):
     """What answers rows, given rows that wait."""
 
