@@ -136,6 +136,31 @@ def test_scores_of_any_sharpness_are_no_worse_than_operators_in_float32(calls: l
 
 
 @pytest.mark.usefixtures("library")
+@torch.no_grad()
+def test_scores_far_below_those_of_masked_latents_count(calls: list[str]) -> None:
+    for m in (1, 33):
+        decoder = Decoder(32, 4, depth=1)
+        decoder.cross[0].attention.query.weight.mul_(1e4)
+        x, level, mask = torch.randn(1, m, 32), torch.randn(1, 70, 32), torch.zeros(1, 70, dtype=torch.bool)
+        mask[0, 5] = True  # an only one, whose share is one whatever its score
+        assert off(decoder(x, [level], mask), decoder.in_numpy(x, [level], mask)) < EXACT
+    assert len(calls) == 2
+
+
+@pytest.mark.usefixtures("library")
+@torch.no_grad()
+def test_tokens_far_from_zero_and_gates_of_any_size_lose_nothing(calls: list[str]) -> None:
+    decoder = Decoder(32, 4, depth=1)
+    x, levels = 1000 + torch.randn(1, 20, 32), [torch.randn(1, 40, 32) - 1000]
+    assert off(decoder(x, levels), decoder.in_numpy(x, levels)) < 3 * EXACT
+    few = decoder(x[:, :1], levels)
+    assert off(few, decoder.in_numpy(x[:, :1], levels)) < 3 * EXACT
+    decoder.feed[0].expand.weight[35:].mul_(1e20)
+    assert off(decoder(x, levels), decoder.in_numpy(x, levels)) < 3 * EXACT
+    assert len(calls) == 3
+
+
+@pytest.mark.usefixtures("library")
 @RESIDUALS
 @torch.no_grad()
 def test_a_reading_agrees_with_numpy_block_by_block(residual: Any, calls: list[str]) -> None:
