@@ -360,6 +360,27 @@ def test_every_change_of_weights_and_modules_is_seen(calls: list[str]) -> None:
     assert len(calls) == 8  # machine code reads rows that lie one after another
 
 
+class _Doubled(nn.Linear):
+    """A linear map that does more than its weights say."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@torch.no_grad()
+def test_a_layer_of_another_kind_is_called(calls: list[str]) -> None:
+    decoder, x, levels = Decoder(16, 2), torch.randn(1, 5, 16), [torch.randn(1, 7, 16)] * 2
+    other = _Doubled(*reversed(decoder.feed[0].contract.weight.shape))
+    decoder.feed[0].contract = other
+    found = decoder(x, levels)
+    assert not calls
+    decoder.feed[0].contract = nn.Linear(other.in_features, other.out_features)
+    decoder.feed[0].contract.weight.copy_(2 * other.weight)
+    decoder.feed[0].contract.bias.copy_(2 * other.bias)
+    torch.testing.assert_close(decoder(x, levels), found, atol=1e-5, rtol=1e-5)
+    assert len(calls) == 1
+
+
 @torch.no_grad()
 def test_copies_of_a_model_have_weights_of_their_own(calls: list[str]) -> None:
     model = CMANP(dim_x=1, dim_y=1, dim=16, depth=2, num_slots=5, num_latents=6).eval()
@@ -373,6 +394,7 @@ def test_copies_of_a_model_have_weights_of_their_own(calls: list[str]) -> None:
     for parameter in model.parameters():
         parameter.zero_()
     for other in copies:
+        assert other.stack.__dict__.get("_program") is other.embed_target.__dict__.get("_program") is None
         assert torch.equal(other.query(other.condition(x, y), xt).mean, first)
     assert calls == ["layers"] * 8
     assert "_program" not in model.state_dict()
