@@ -367,12 +367,24 @@ class _Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
+class _Zero(nn.Module):
+    """Attention that reads nothing."""
+
+    num_heads = 2
+
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        return torch.zeros_like(x)
+
+
 @torch.no_grad()
 def test_a_layer_of_another_kind_is_called(calls: list[str]) -> None:
     decoder, x, levels = Decoder(16, 2), torch.randn(1, 5, 16), [torch.randn(1, 7, 16)] * 2
     other = _Doubled(*reversed(decoder.feed[0].contract.weight.shape))
     decoder.feed[0].contract = other
     found = decoder(x, levels)
+    plain, decoder.cross[0].attention = decoder.cross[0].attention, _Zero()
+    decoder(x, levels)
+    decoder.cross[0].attention = plain
     assert not calls
     decoder.feed[0].contract = nn.Linear(other.in_features, other.out_features)
     decoder.feed[0].contract.weight.copy_(2 * other.weight)
