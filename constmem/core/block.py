@@ -25,6 +25,7 @@ from constmem.core.layers import (
     FeedForward,
     Residual,
     SelfAttention,
+    _Attention,
     applied,
     check_residual,
     keep_variance,
@@ -54,7 +55,7 @@ class _Listing:
                 self.add(part)
         elif of is FeedForward:
             self._layer(Kind.FEED, module, 0, [own["norm"], own["expand"], own["contract"]])
-        elif of is SelfAttention or of is CrossAttention:
+        elif of in (SelfAttention, CrossAttention) and type(own["attention"]) is _Attention:
             inner, norms = own["attention"]._modules, [own[name] for name in own if "norm" in name]
             parts = [*norms, inner["query"], inner["key_value"], inner["out"]]
             self.modules.append(own["attention"])
@@ -89,10 +90,8 @@ def _program(roots: Sequence[nn.Module], listing: Callable[[], _Listing]) -> ker
             listed = listing()
         except TypeError:
             return None
-        program = kernels.Program(listed.layers, listed.modules)
-        if not program.holds():  # something is hooked
-            return None
-        roots[0].__dict__["_program"] = program
+        made = kernels.Program(listed.layers, listed.modules)
+        program = roots[0].__dict__["_program"] = made if made.holds() else None  # something is hooked
     return program
 
 

@@ -105,9 +105,8 @@ class Tiles {
             const Vec variance = square / (float)width - rest * rest + eps;
             Vec inverse;
             for (int i = 0; i < LANES; i++) inverse[i] = 1 / std::sqrt(variance[i]);
-            mean += rest;
             for (long d = 0; d < width; d++)
-                store(out + d * side + t, (load(in + d * side + t) - mean) * inverse * scale[d] + shift[d]);
+                store(out + d * side + t, (load(in + d * side + t) - mean - rest) * inverse * scale[d] + shift[d]);
         }
     }
 
@@ -128,10 +127,9 @@ class Tiles {
             for (long d = whole; d < width; d++) rest += in[d] - mean, square += (in[d] - mean) * (in[d] - mean);
             rest = (rest + total(rests)) / width;
             const float inverse = 1 / std::sqrt((square + total(squares)) / width - rest * rest + eps);
-            mean += rest;
             for (long d = 0; d < whole; d += LANES)
-                store(out + d, (load(in + d) - mean) * inverse * load(scale + d) + load(shift + d));
-            for (long d = whole; d < width; d++) out[d] = (in[d] - mean) * inverse * scale[d] + shift[d];
+                store(out + d, (load(in + d) - mean - rest) * inverse * load(scale + d) + load(shift + d));
+            for (long d = whole; d < width; d++) out[d] = (in[d] - mean - rest) * inverse * scale[d] + shift[d];
         }
     }
 

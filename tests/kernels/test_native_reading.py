@@ -136,6 +136,31 @@ def test_scores_of_any_sharpness_are_no_worse_than_operators_in_float32(calls: l
 
 
 @pytest.mark.usefixtures("library")
+@torch.no_grad()
+def test_scores_far_below_those_of_masked_latents_count(calls: list[str]) -> None:
+    for m in (1, 33):
+        decoder = Decoder(32, 4, depth=1)
+        decoder.cross[0].attention.query.weight.mul_(1e4)
+        x, level, mask = torch.randn(1, m, 32), torch.randn(1, 70, 32), torch.zeros(1, 70, dtype=torch.bool)
+        mask[0, 5] = True  # an only one, whose share is one whatever its score
+        assert off(decoder(x, [level], mask), decoder.in_numpy(x, [level], mask)) < EXACT
+    assert len(calls) == 2
+
+
+@pytest.mark.usefixtures("library")
+@torch.no_grad()
+def test_tokens_far_from_zero_and_gates_of_any_size_lose_nothing(calls: list[str]) -> None:
+    decoder = Decoder(32, 4, depth=1)
+    x, levels = 1000 + torch.randn(1, 20, 32), [torch.randn(1, 40, 32) - 1000]
+    assert off(decoder(x, levels), decoder.in_numpy(x, levels)) < 3 * EXACT
+    few = decoder(x[:, :1], levels)
+    assert off(few, decoder.in_numpy(x[:, :1], levels)) < 3 * EXACT
+    decoder.feed[0].expand.weight[35:].mul_(1e20)
+    assert off(decoder(x, levels), decoder.in_numpy(x, levels)) < 3 * EXACT
+    assert len(calls) == 3
+
+
+@pytest.mark.usefixtures("library")
 @RESIDUALS
 @torch.no_grad()
 def test_a_reading_agrees_with_numpy_block_by_block(residual: Any, calls: list[str]) -> None:
@@ -335,6 +360,39 @@ def test_every_change_of_weights_and_modules_is_seen(calls: list[str]) -> None:
     assert len(calls) == 8  # machine code reads rows that lie one after another
 
 
+class _Doubled(nn.Linear):
+    """A linear map that does more than its weights say."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class _Zero(nn.Module):
+    """Attention that reads nothing."""
+
+    num_heads = 2
+
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        return torch.zeros_like(x)
+
+
+@torch.no_grad()
+def test_a_layer_of_another_kind_is_called(calls: list[str]) -> None:
+    decoder, x, levels = Decoder(16, 2), torch.randn(1, 5, 16), [torch.randn(1, 7, 16)] * 2
+    other = _Doubled(*reversed(decoder.feed[0].contract.weight.shape))
+    decoder.feed[0].contract = other
+    found = decoder(x, levels)
+    plain, decoder.cross[0].attention = decoder.cross[0].attention, _Zero()
+    decoder(x, levels)
+    decoder.cross[0].attention = plain
+    assert not calls
+    decoder.feed[0].contract = nn.Linear(other.in_features, other.out_features)
+    decoder.feed[0].contract.weight.copy_(2 * other.weight)
+    decoder.feed[0].contract.bias.copy_(2 * other.bias)
+    torch.testing.assert_close(decoder(x, levels), found, atol=1e-5, rtol=1e-5)
+    assert len(calls) == 1
+
+
 @torch.no_grad()
 def test_copies_of_a_model_have_weights_of_their_own(calls: list[str]) -> None:
     model = CMANP(dim_x=1, dim_y=1, dim=16, depth=2, num_slots=5, num_latents=6).eval()
@@ -348,6 +406,7 @@ def test_copies_of_a_model_have_weights_of_their_own(calls: list[str]) -> None:
     for parameter in model.parameters():
         parameter.zero_()
     for other in copies:
+        assert other.stack.__dict__.get("_program") is other.embed_target.__dict__.get("_program") is None
         assert torch.equal(other.query(other.condition(x, y), xt).mean, first)
     assert calls == ["layers"] * 8
     assert "_program" not in model.state_dict()
