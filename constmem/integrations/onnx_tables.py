@@ -41,22 +41,21 @@ class _Table(Verb):
     def phi(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Features of rows, as `Features` makes them; and the columns that the residuals' model sees."""
         f = self.features
-        kernel, where, whitener, pairs = f._made  # type: ignore[attr-defined]
         z = (x - f.centre) / f.scale
         below = (f.knots < z[..., None]).long().sum(-1) + (f.knots <= z[..., None]).long().sum(-1)
         ranks = (below.double() / f.knots.shape[1] - 1.0) * RANK
-        left, right = (z.index_select(1, one).clamp(-FAR, FAR) for one in pairs)
-        parts = [torch.ones_like(z[:, :1]), z, ranks, left * right]
-        if len(where):
-            parts.append(kernel(torch.cat([z.clamp(-CLIP, CLIP), ranks], 1), where) @ whitener)
+        left, right = (z.index_select(1, one).clamp(-FAR, FAR) for one in f.pairs)
+        made = {"constant": torch.ones_like(z[:, :1]), "columns": z, "ranks": ranks, "products": left * right}
+        for name, (kernel, where, whitener) in f.kernels.items():
+            made[name] = kernel(torch.cat([z.clamp(-CLIP, CLIP), ranks], 1), where) @ whitener
         if count := len(f.columns):
             powers = 2 ** torch.arange(DEPTH - 1, -1, -1)
             tested = z.index_select(1, f.columns.flatten()).unflatten(1, f.columns.shape)
             leaf = ((tested > f.thresholds).long() * powers).sum(-1)
             one_hot = leaf[..., None] == torch.arange(2**DEPTH)
-            parts.append(one_hot.double().reshape(-1, count * 2**DEPTH))
+            made["trees"] = one_hot.double().reshape(-1, count * 2**DEPTH)
         shown = z[:, :0] if self.residuals is None else z.index_select(1, self.residuals.columns)
-        return torch.cat(parts, 1), F.pad(shown, (0, SHOWN - shown.shape[1]))
+        return torch.cat([made[name] for name in f.groups], 1), F.pad(shown, (0, SHOWN - shown.shape[1]))
 
 
 class _ObserveTable(_Table):
