@@ -183,8 +183,8 @@ class _Table(Verb):
     def phi(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Features of rows, and the columns that the residuals' model sees."""
         made = torch.cat(self.features._parts(x), 1)
-        for name, whitener in {KERNEL: self.features._made[2]}.items():  # type: ignore[attr-defined]
-            here = self.features.groups.get(name, slice(0, 0))
+        for name, (_, _, whitener) in self.features.kernels.items():
+            here = self.features.groups[name]
             made = torch.cat([made[:, : here.start], made[:, here] @ whitener, made[:, here.stop :]], 1)
         shown = x[:, :0] if self.residuals is None else self.residuals._shown(self.features, x)
         return made, shown

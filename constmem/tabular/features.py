@@ -8,9 +8,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from constmem.core.moments import Moments
+from constmem.tabular.evidence import posterior
 from constmem.tabular.kernel import Kernel, side_by_side, times_upper
 
-SIZE = 762
+SIZE = 756
 WARM = 2048  # rows that inducing points and lengths are chosen among
 FEW = 64  # inducing points, however many columns there are
 FEWEST = 8  # rows that lengths can be learned from
@@ -20,6 +22,7 @@ KNOTS = 64  # quantiles kept of each column
 TREES, DEPTH = 8, 4
 GROWN = 1024, 4  # rows that trees see, at most, and one of how many: trees that saw all targets overfit
 PRODUCTS, FAR = 16, 8.0  # columns that are multiplied with one another, clipped at so many deviations
+FINER = 16.0  # how much shorter the lengths of a second kernel are, where the first has no use for the room
 RANK = 3.0**0.5  # ranks are spread evenly over -RANK to RANK: one deviation wide, as the columns are
 BINS = 32  # thresholds are quantiles between them
 RATE = 0.3  # part of a tree's fit that the trees after it no longer see
@@ -31,7 +34,9 @@ class Features:
     """Features of rows in groups, frozen after a warm-up: the same rows always give the same features.
 
     The constant; the columns; their ranks in the warm-up; products of the columns that matter most; a
-    kernel's inducing points, whitened, so that inner products of features are the kernel's; leaves of trees.
+    kernel's inducing points, whitened, so that inner products of features are the kernel's; leaves of trees;
+    a finer kernel's inducing points, if the first one's are so long that a few points say all about it.
+    Products, or products and trees, are left out where more inducing points have the larger evidence.
 
     Attributes:
         centre, scale: mean and deviation of each column.
@@ -39,6 +44,8 @@ class Features:
         rates, share: of the kernel.
         points: the inducing points, in deviations.
         columns, thresholds: that trees test, level by level.
+        multiplied: columns that are multiplied with one another; None: those of the shortest lengths.
+        finer: the inducing points of the finer kernel, in deviations.
 
     Example:
         >>> x = torch.randn(50, 3, dtype=torch.float64)
@@ -55,20 +62,36 @@ class Features:
     points: Float[Tensor, "m d"]
     columns: Int[Tensor, "t l"]
     thresholds: Float[Tensor, "t l"]
+    multiplied: Int[Tensor, " c"] | None = None  # both are None in what was saved before there were any
+    finer: Float[Tensor, "f d"] | None = None
 
-    def __post_init__(self) -> None:
-        where = self._coordinates(self.points)
-        kernel = Kernel(self.rates, self.share)
-        d = len(self.centre)
-        chosen = self.rates[0, :d].argsort(descending=True, stable=True)[:PRODUCTS]
-        made = kernel, where, kernel.whitener(where), chosen[_pairs(d)]
-        object.__setattr__(self, "_made", made)  # of the rest: not remembered
+    @cached_property
+    def kernels(self) -> dict[str, tuple[Kernel, Float[Tensor, "m e"], Float[Tensor, "m m"]]]:
+        """Kernels by the names of their groups, where their inducing points lie, and their whiteners."""
+        made = {}
+        first = Kernel(self.rates, self.share)
+        for name, kernel, points in (
+            ("kernel", first, self.points),
+            ("finer", first.finer(FINER, extent=CLIP), self.finer),
+        ):
+            if points is not None and len(points):
+                where = _coordinates(points, self.knots)
+                made[name] = kernel, where, kernel.whitener(where)
+        return made
+
+    @cached_property
+    def pairs(self) -> Int[Tensor, "2 pairs"]:
+        """Columns whose products are features."""
+        columns = _shortest(self.rates) if self.multiplied is None else self.multiplied
+        return columns[_pairs(len(columns))]
 
     @staticmethod
     def anchor(
         x: Float[Tensor, "n d"], y: Float[Tensor, "n k"] | None = None, *, seed: int = 0, size: int = SIZE
     ) -> "Features":
         """Features of at most about `size` numbers a row, made by warm-up rows.
+
+        Whether there are products and trees is decided by evidence; the room that is left is the kernel's.
 
         Args:
             x: rows without missing or infinite values, at least one; of many, some are drawn.
@@ -93,19 +116,35 @@ class Features:
             some = min(GROWN[0], len(x) // GROWN[1])
             if some >= 2**DEPTH:
                 tests = grow(z[:some], y[:some], count=TREES, depth=DEPTH)
-        used = 1 + 2 * d + _pairs(d).shape[1] + len(tests[0]) * 2**DEPTH
-        room = max(size - used, FEW)
-        points = z[kernel.inducing(u, room)]
-        return Features(centre, scale, knots, kernel.rates, kernel.share, points, *tests)
+        room, fine = size - 1 - 2 * d, kernel.finer(FINER, extent=CLIP)
+        points = z[kernel.inducing(u, max(room, FEW))]  # the first of them are those that less room takes
+        finer = z[fine.inducing(u, room - len(points))] if room - len(points) >= FEW else z[:0]
+
+        def made(*, products: bool, trees: int) -> Features:
+            multiplied = _shortest(kernel.rates)[: None if products else 0]
+            left = room - _pairs(len(multiplied)).shape[1] - trees * 2**DEPTH
+            some = points[: max(left, FEW)]
+            return Features(
+                centre, scale, knots, kernel.rates, kernel.share, some, tests[0][:trees], tests[1][:trees],
+                multiplied, finer[: max(left - len(some), 0)],
+            )  # fmt: skip
+
+        trees = len(tests[0])
+        tried = [made(products=True, trees=trees), made(products=False, trees=trees)]
+        tried += [made(products=False, trees=0)] if trees else []
+        if y is None or len(x) < FEWEST:
+            return tried[0]
+        return max(tried, key=lambda features: features._evidence(x, y))
 
     def __call__(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n p"]:
         """Features of rows, in float64."""
         made = x.new_empty(len(x), self.width, dtype=torch.float64)
-        group, whitener = self.groups.get("kernel", slice(0)), self._made[2]  # type: ignore[attr-defined]
+        kernels = self.kernels
 
         def fill(rows: slice) -> None:
             torch.cat(self._parts(x[rows]), 1, out=made[rows])
-            times_upper(made[rows, group], whitener)
+            for name, (_, _, whitener) in kernels.items():
+                times_upper(made[rows, self.groups[name]], whitener)
 
         side_by_side(fill, [slice(start, start + PIECE) for start in range(0, len(x), PIECE)])
         return made
@@ -114,31 +153,31 @@ class Features:
         self, x: Float[Tensor, "n d"], weights: Sequence[Float[Tensor, "p k"]]
     ) -> list[Float[Tensor, "n k"]]:
         """The products of features and each of the weights: far cheaper than the features."""
-        group, whitener = self.groups.get("kernel", slice(0)), self._made[2]  # type: ignore[attr-defined]
         every = torch.cat([*weights], 1)
-        every[group] = whitener @ every[group]  # the weights of covariances that are not whitened
+        for name, (_, _, whitener) in self.kernels.items():
+            every[self.groups[name]] = whitener @ every[self.groups[name]]  # of covariances not whitened
         piece = x.new_empty(min(len(x), PIECE), self.width, dtype=torch.float64)
         made = [torch.cat(self._parts(rows), 1, out=piece[: len(rows)]) @ every for rows in x.split(PIECE)]
         return list(torch.cat(made).split([w.shape[1] for w in weights], 1))
 
     def _parts(self, x: Tensor) -> list[Tensor]:
         """Features of a few rows by group, but covariances with the inducing points not whitened yet."""
-        kernel, where, _, pairs = self._made  # type: ignore[attr-defined]
         z = (x.double() - self.centre) / self.scale
         u = self._coordinates(z)
-        left, right = z.clamp(-FAR, FAR)[:, pairs].unbind(1)
-        covariances = kernel(u, where) if len(where) else z[:, :0]
-        trees = leaves(z, self.columns, self.thresholds)
-        return [torch.ones_like(z[:, :1]), z, u[:, z.shape[1] :], left * right, covariances, trees]
+        left, right = z.clamp(-FAR, FAR)[:, self.pairs].unbind(1)
+        made = {"constant": torch.ones_like(z[:, :1]), "columns": z, "ranks": u[:, z.shape[1] :]}
+        made |= {"products": left * right, "trees": leaves(z, self.columns, self.thresholds)}
+        made |= {name: kernel(u, where) for name, (kernel, where, _) in self.kernels.items()}
+        return [made[name] for name in self.groups]
 
     @cached_property
     def groups(self) -> dict[str, slice]:
         """Which features belong together, by name."""
         d, trees = len(self.centre), len(self.columns) * 2**DEPTH
-        products, points = _pairs(d).shape[1], len(self.points)
-        sizes = {"constant": 1, "columns": d, "ranks": d, "products": products, "kernel": points}
+        sizes = {"constant": 1, "columns": d, "ranks": d, "products": self.pairs.shape[1]}
+        sizes |= {"kernel": len(self.points), "trees": trees}
         made, start = {}, 0
-        for name, size in {**sizes, "trees": trees}.items():
+        for name, size in {**sizes, "finer": 0 if self.finer is None else len(self.finer)}.items():
             if size:
                 made[name] = slice(start, start + size)
             start += size
@@ -157,28 +196,40 @@ class Features:
 
     def tensors(self) -> dict[str, Tensor]:
         """All it is made of, by name."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        every = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: tensor for name, tensor in every.items() if tensor is not None}
 
     @staticmethod
     def of(tensors: dict[str, Tensor]) -> "Features":
         """The features made of what `tensors` gave; refuses what does not fit together."""
         made = Features(**tensors)
         (d,), trees = made.centre.shape, made.columns
-        wide = {*made.scale.shape, made.knots.shape[0], made.points.shape[1]} == {d}
+        multiplied = trees[:0, 0] if made.multiplied is None else made.multiplied
+        finer = made.points if made.finer is None else made.finer
+        wide = {*made.scale.shape, made.knots.shape[0], made.points.shape[1], finer.shape[1]} == {d}
         if not wide or trees.ndim != 2 or trees.shape != made.thresholds.shape:
             raise ValueError("holds features whose shapes do not fit each other")
-        if bool(((trees < 0) | (trees >= d)).any()):
-            raise ValueError("holds trees that test columns which are not there")
+        made.kernels  # noqa: B018 - refuses points that cannot be whitened
+        if any(bool(((columns < 0) | (columns >= d)).any()) for columns in (trees, multiplied)):
+            raise ValueError("holds trees or products of columns which are not there")
         return made
+
+    def _evidence(self, x: Float[Tensor, "n d"], y: Float[Tensor, "n k"]) -> float:
+        """The log evidence of rows, at the best precisions."""
+        return posterior(Moments.observe(self(x), y), self.groups).log_evidence
 
     def _coordinates(self, z: Tensor) -> Tensor:
         return _coordinates(z, self.knots)
 
 
-def _pairs(columns: int) -> Tensor:
-    """Which of the columns that matter most are multiplied, (2, pairs)."""
-    count = min(columns, PRODUCTS)
-    return torch.triu_indices(count, count)
+def _shortest(rates: Float[Tensor, "2 e"]) -> Int[Tensor, " c"]:
+    """The columns that matter most to the smooth kernel."""
+    return rates[0, : rates.shape[1] // 2].argsort(descending=True, stable=True)[:PRODUCTS]
+
+
+def _pairs(columns: int) -> Int[Tensor, "2 pairs"]:
+    """Pairs of columns to be multiplied."""
+    return torch.triu_indices(columns, columns)
 
 
 def _coordinates(z: Tensor, knots: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ RATE = 0.15
 HASTE = 4.0  # how much faster variances move at the end, when the lengths are nearly right
 JITTER = 1e-9
 DISTINCT = 1e-8, 1e-6  # variance that a further inducing point must add, smooth and rough: more than rounding
+EXACT = 1e4  # squared length whose rounding is a thousandth of what `DISTINCT` allows
 CONSTANT = 10.0  # variance of the constant
 PARTS = log(0.75), log(0.25), log(0.35), log(0.1)  # variances: smooth, rough, linear, noise
 
@@ -46,10 +47,12 @@ class Kernel:
     Attributes:
         rates: (2, e) inverse lengths: s of the smooth part and r of the rough part.
         share: of the smooth part.
+        rounding: how much more of distances is lost to rounding than usual, where rates are large.
     """
 
     rates: Float[Tensor, "2 e"]
     share: Float[Tensor, ""]
+    rounding: float = 1.0
 
     def __call__(self, u: Float[Tensor, "n e"], v: Float[Tensor, "m e"]) -> Float[Tensor, "n m"]:
         """Covariances of rows, in units of the variance."""
@@ -112,7 +115,13 @@ class Kernel:
     def _distinct(self) -> float:
         """Rounding shows where points are close: in the square of a distance, or in its root."""
         smooth, rough = DISTINCT
-        return float(smooth * self.share + rough * (1 - self.share))
+        return self.rounding * float(smooth * self.share + rough * (1 - self.share))
+
+    def finer(self, times: float, *, extent: float) -> "Kernel":
+        """The smooth part with lengths so many times shorter, for coordinates of at most this extent."""
+        rates = self.rates * times
+        longest = float((rates[0] * extent).square().sum())
+        return Kernel(rates, torch.ones_like(self.share), rounding=max(1.0, longest / EXACT))
 
     def whitener(self, u: Float[Tensor, "m e"]) -> Float[Tensor, "m m"]:
         """W such that the rows of k(v, u) W have the inner products k(v, v') that u can explain."""

@@ -6,7 +6,9 @@ import torch
 from threadpoolctl import threadpool_info
 from torch import Tensor
 
+from constmem.core.moments import Moments
 from constmem.tabular import kernel as kernels
+from constmem.tabular.evidence import posterior
 from constmem.tabular.features import Features, grow
 from constmem.tabular.features import leaves as leaves_of
 from constmem.tabular.kernel import Kernel, shares, side_by_side, times_upper
@@ -79,14 +81,70 @@ def test_columns_go_through_as_they_are_and_ranks_do_not_grow() -> None:
 
 
 def test_products_are_those_of_the_columns() -> None:
-    x, y = table()
-    features = Features.anchor(x, y, size=200)
+    x, _ = table()
+    features = Features.anchor(x, size=200)
     z = ((x - x.mean(0)) / x.std(0, correction=0)).clamp(-8, 8)
     found = features(x)[:, features.groups["products"]]
     wanted = [z[:, i] * z[:, j] for i in range(4) for j in range(i, 4)]
     for product in wanted:
         assert float((found - product[:, None]).abs().max(0).values.min()) < 1e-9
     assert found.shape[1] == len(wanted)
+
+
+def test_products_and_trees_are_kept_where_evidence_is_for_them() -> None:
+    """Of squares of columns with heavy tails, of steps, and of waves, which only need points."""
+    x = torch.randn(600, 4, generator=random(), dtype=torch.float64)
+    far = torch.where(torch.rand(600, 4, generator=random()) < 0.1, 4 * x, x)
+    steps = (x[:, :1] > 0.3).double() + 2.0 * (x[:, 1:2] > -0.4) * (x[:, 2:3] > 0.1)
+    waves = (2 * x[:, :1]).sin() + (2 * x[:, 1:2] + x[:, 2:3]).cos()
+    noise = 0.02 * torch.randn(600, 1, generator=random(), dtype=torch.float64)
+    kept = {}
+    squares = far.square().sum(1, keepdim=True)
+    for name, rows, y in (("products", far, squares), ("trees", x, steps), ("none", x, waves)):
+        made = Features.anchor(rows, y + noise, size=250)
+        kept[name] = made.groups.keys() & {"products", "trees"}
+        assert made.width == 250  # whatever is left out, points take its room
+    assert kept["none"] == set()
+    assert "trees" in kept["trees"]
+    assert "products" in kept["products"]
+
+
+def test_features_saved_before_products_were_chosen_are_as_they_were() -> None:
+    x, _ = table()
+    new = Features.anchor(x, size=200)  # of no targets: all products, no finer kernel
+    old = {name: t for name, t in new.tensors().items() if name not in ("multiplied", "finer")}
+    again = Features.of(old)
+    assert torch.equal(again(x), new(x))
+    assert again.groups == new.groups
+    assert again.tensors().keys() == old.keys()  # their fingerprint stays, too
+
+
+def test_a_finer_kernel_takes_the_room_that_a_long_one_leaves() -> None:
+    x = torch.randn(2400, 2, generator=random(), dtype=torch.float64)
+    y = (0.2 * x).sum(1, keepdim=True).sin() + 1e-4 * (
+        4 * x[:, :1]
+    ).sin()  # details that few rows do not show
+    features = Features.anchor(x[:300], y[:300], size=250)
+    assert len(features.points) < 100
+    assert features.groups["finer"].stop == features.width
+    phi = features(x)
+    fine = phi[:, features.groups["finer"]]
+    assert float(torch.linalg.vecdot(fine, fine).max()) <= 1 + 1e-6  # whitened: no more than k(x, x)
+    off = []
+    for groups in (features.groups, {n: g for n, g in features.groups.items() if n != "finer"}):
+        width = max(group.stop for group in groups.values())
+        found = posterior(Moments.observe(phi[:2000, :width], y[:2000]), groups)
+        off.append(float((found.mean(phi[2000:, :width]) - y[2000:]).square().mean()))
+    assert off[0] < off[1] / 4
+    weights = torch.randn(features.width, 2, generator=random(), dtype=torch.float64)
+    torch.testing.assert_close(features.predict(x, [weights])[0], phi @ weights, atol=1e-6, rtol=0)
+
+
+def test_damaged_features_are_refused() -> None:
+    tensors = Features.anchor(*table(), size=200).tensors()
+    for name, bad in (("multiplied", torch.tensor([9])), ("finer", torch.zeros(2, 9).double())):
+        with pytest.raises(ValueError, match=r"columns which are not there|do not fit each other"):
+            Features.of(tensors | {name: bad})
 
 
 def test_inner_products_of_kernel_features_are_the_kernels_at_its_points() -> None:
