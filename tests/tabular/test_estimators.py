@@ -77,7 +77,8 @@ def test_estimators_in_their_warm_up_merge_too(kind: str, sizes: tuple[int, int]
     if sizes[1] > 200:  # the one that was frozen came first
         order = np.roll(order, sizes[1])
     whole = make(**(SMALL | {"warmup": 200})).partial_fit(x[order], y[order])
-    np.testing.assert_allclose(answers_of(a, x), answers_of(whole, x), rtol=0, atol=1e-6)
+    unit = np.std(y) if kind == "regressor" else 1.0  # the pretrained law of residuals computes in float32
+    np.testing.assert_allclose(answers_of(a, x) / unit, answers_of(whole, x) / unit, rtol=0, atol=1e-6)
 
 
 def test_classes_that_shards_have_met_in_another_order_are_merged() -> None:
