@@ -287,7 +287,3 @@ def main() -> None:
 def _end(message: str, code: int) -> NoReturn:
     print(f"constmem: {message}", file=sys.stderr)
     sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()
