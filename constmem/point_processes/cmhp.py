@@ -13,7 +13,6 @@ options mend that, each with exact updates in constant time:
     relative_time  values are stored as v_j exp(i w t_j) and read as v_j exp(i w (t_j - t))
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar, Unpack
 
@@ -230,15 +229,10 @@ class CMHP(PointProcess[ConstantState]):
         return AttentionState(seen.value[..., :-1], seen.lse + rates * last[:, :, None, None], seen.count)
 
     def _known(
-        self,
-        value: Float[Tensor, "n depth h s c"],
-        lse: Float[Tensor, "n depth h s"],
-        clock: Float64[Tensor, " n"],
-        gaps: Float64[Tensor, "n k"],
-        marks: Int64[Tensor, "n k"],
-        *,
-        rates: Float64[Tensor, "depth h s"] | None,
-    ) -> Float[Tensor, "n d"]:
+        self, value: Float[Tensor, "n depth h s c"], lse: Float[Tensor, "n depth h s"],
+        clock: Float64[Tensor, " n"], gaps: Float64[Tensor, "n k"], marks: Int64[Tensor, "n k"],
+        *, rates: Float64[Tensor, "depth h s"] | None,
+    ) -> Float[Tensor, "n d"]:  # fmt: skip
         """What n states, each with its last events, say of the next one."""
         now = clock[:, None, None, None]
         parts: Any = self._modules  # past the look-ups of modules: small queries feel those
@@ -280,7 +274,15 @@ def _turns(pairs: int, device: torch.device | None = None) -> Float64[Tensor, " 
     return torch.logspace(0, -3, pairs, dtype=torch.float64, device=device)
 
 
-_turns_on_cpu = functools.cache(_turns)  # of numbers alone: machine code looks at them every time
+_kept: dict[int, Tensor] = {}  # of numbers alone: machine code looks at them every time
+
+
+def _turns_on_cpu(pairs: int) -> Float64[Tensor, " p"]:
+    """The same, remembered, but not those that are symbols of a tracer: the next call would find them."""
+    found = _kept.get(pairs)
+    if found is None and type(found := _turns(pairs)) is Tensor:
+        _kept[pairs] = found
+    return found
 
 
 def _parameters(module: nn.Module) -> list[Tensor]:
