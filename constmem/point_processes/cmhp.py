@@ -279,10 +279,8 @@ _kept: dict[int, Tensor] = {}  # of numbers alone: machine code looks at them ev
 
 def _turns_on_cpu(pairs: int) -> Float64[Tensor, " p"]:
     """The same, remembered, but not those that are symbols of a tracer: the next call would find them."""
-    found = _kept.get(pairs)
-    if found is None and type(found := _turns(pairs)) is Tensor:
-        _kept[pairs] = found
-    return found
+    found = _kept[pairs] if pairs in _kept else _turns(pairs)
+    return _kept.setdefault(pairs, found) if type(found) is Tensor else found
 
 
 def _parameters(module: nn.Module) -> list[Tensor]:
