@@ -50,6 +50,7 @@ def lines_of_onnx() -> list[str]:
         line("a process that runs them", lambda row: f"{row['resident_megabytes']} MB"),
         line("one update (PyTorch)", timed("update")),
         line("one reading (PyTorch)", timed("read")),
+        line("one prediction (PyTorch)", timed("predict_1")),
         line("784 predictions (PyTorch)", timed("predict_784")),
         line("states off by, after 20,000 updates", lambda row: f"{row['state_off_by']:.0e}"),
         line("predictions off by", lambda row: f"{max(row['mean_off_by'], row['std_off_by']):.0e}"),
