@@ -96,7 +96,7 @@ def _program(roots: Sequence[nn.Module], listing: Callable[[], _Listing]) -> ker
 
 
 def through_levels(
-    tokens: Float[Tensor, "b m d"], levels: Sequence[Float[Tensor, "b n d"]], cross: nn.ModuleList,
+    tokens: Float[Tensor, "b m i"], levels: Sequence[Float[Tensor, "b n d"]], cross: nn.ModuleList,
     feed: nn.ModuleList, mask: Bool[Tensor, "b n"] | None = None, *, embed: MLP | None = None,
 ) -> Float[Tensor, "b m d"]:  # fmt: skip
     """The tokens of targets after attending to every level; they never see each other.

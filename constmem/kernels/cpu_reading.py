@@ -113,7 +113,7 @@ class Program:
             and all(map(Tensor.is_contiguous, self._weights))
         )
 
-    def run(self, x: Float[Tensor, "b m d"], met: Sequence[Met]) -> Float[Tensor, "b levels m d"] | None:
+    def run(self, x: Float[Tensor, "b m i"], met: Sequence[Met]) -> Float[Tensor, "b levels m d"] | None:
         """Tokens, which `serves`, after all layers: a level for each state they attend to, or one.
 
         None where machine code is not fit for that.
