@@ -111,7 +111,7 @@ def tiles() -> Iterator[Row]:
     """The sizes of both kernels of the backward pass, each timed at as many points as it meets at a time."""
     import ceilings as machine
 
-    from constmem.kernels import triton_states as kernels
+    from constmem.kernels import triton_gradients as kernels
 
     model, (x, y) = on_gpu.trained(), on_gpu.strokes(POINTS)
     points = torch.cat([x, y], -1)
@@ -144,7 +144,7 @@ def _plan(model: CMANP) -> gpu.Plan:
 
 def _launch(kernel: str, plan: gpu.Plan, points: Tensor, mean: Tensor, lse: Tensor) -> Callable[[], Any]:
     """One of the two kernels on tokens that are there already."""
-    from constmem.kernels import triton_states as kernels
+    from constmem.kernels import triton_gradients as kernels
 
     whole = gpu_fold.whole(plan, mean, lse, torch.randn_like(mean), torch.randn_like(lse))
     tokens = gpu.operands(plan, points)

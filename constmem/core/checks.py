@@ -1,7 +1,7 @@
 """Checks at the public border: what is wrong, where, and what to do about it."""
 
 import difflib
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from math import isfinite, isnan, sqrt
 from typing import Any
 
@@ -52,10 +52,14 @@ def largest(dtype: torch.dtype) -> float:
 def _fits(tensor: Tensor, limit: float) -> bool:
     """Whether surely no number is beyond the limit: a few are looked at one by one, outside of PyTorch."""
     if tensor.numel() <= FEW:
-        every = tensor.reshape(-1).tolist()  # on a GPU, too: copied in the time a sum would be
-        return not every or (-limit <= min(every) and max(every) <= limit and not any(map(isnan, every)))
+        return fit(tensor.reshape(-1).tolist(), limit)  # on a GPU, too: copied in the time a sum would be
     wide = torch.promote_types(tensor.dtype, torch.float32)
     return bool(_squares(tensor).item() <= min(limit * limit, torch.finfo(wide).max))  # limit**2 may overflow
+
+
+def fit(numbers: Sequence[float], limit: float) -> bool:
+    """Whether all are within the limit, and none is NaN."""
+    return not numbers or (-limit <= min(numbers) and max(numbers) <= limit and not any(map(isnan, numbers)))
 
 
 def _squares(tensor: Tensor) -> Float[Tensor, ""]:

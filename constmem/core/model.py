@@ -201,13 +201,13 @@ class Model(nn.Module, ABC):
         assert self._signature is not None  # by which they were named
         return self._signature[0]
 
-    def _while_looking(self, work: Callable[[], R]) -> R:
+    def _while_looking(self, work: Callable[[], R], *, updates: bool = False) -> R:
         """Do this with one look at the weights. A GPU looks meanwhile: if they have changed, do it again."""
         weights = None if self._signature is None else self._signature[0]
         ready = (
             weights is not None and weights.on_gpu and not weights.fresh and not checks.traced(self.device)
         )
-        if weights is None or not ready or not weights.begin(self._signed_by()):
+        if weights is None or not ready or not weights.begin(self._signed_by(), waits=updates):
             with self._look():
                 return work()
         failure = None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from constmem import kernels
+from constmem.core import checks
 from constmem.core.algebra import bias_of
 from constmem.core.layers import MLP, check_heads, normed_slots, refreshed
 from constmem.core.state import AttentionState
@@ -160,14 +161,22 @@ class Observation(nn.Module):
         *,
         embed: MLP | None = None,
     ) -> AttentionState | None:
-        """The state with one point more for each task, where that takes one call."""
+        """The state with one point more for each task, where that takes one call and all is surely finite."""
         if torch.is_grad_enabled() or not _extensible(state, data):
             return None
         prepared = self.prepared(embed)
         if prepared.plans is None or state.value.shape[1:] != prepared.queries.shape:
             return None
         found = kernels.update(prepared.plans, data, state.value, state.lse)
-        return None if found is None else AttentionState(*found, state.count + 1, state.fingerprint)
+        if found is None:
+            return None
+        made = AttentionState(found.value, found.lse, state.count + 1, state.fingerprint)
+        fits = (
+            checks.surely_finite(data)
+            if found.said is None
+            else checks.fit(found.said(), checks.largest(data.dtype))
+        )
+        return made if fits else None  # asked last: a GPU is at work meanwhile
 
     def chunk(self) -> int:
         """How many tokens are best observed at a time: machine code holds only tiles of them."""

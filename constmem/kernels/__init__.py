@@ -9,7 +9,7 @@ of the log and is not tried again: `PATHS` shows them (`Path.failed`), `reset()`
 import threading
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -132,10 +132,18 @@ def observe(
     return GPU.attempt(lambda: gpu.seen(plans.gpu(), data, bias)) if gpu.usable(data.device) else None
 
 
+class Updated(NamedTuple):
+    """States after an update; where a GPU says the numbers of the points, what waits for these."""
+
+    value: Float[Tensor, "b *h s c"]
+    lse: Float[Tensor, "b *h s"]
+    said: Callable[[], list[float]] | None
+
+
 def update(
     plans: Plans, data: Float[Tensor, "b 1 i"] | Event, value: Float[Tensor, "b *h s c"],
     lse: Float[Tensor, "b *h s"],
-) -> tuple[Float[Tensor, "b *h s c"], Float[Tensor, "b *h s"]] | None:  # fmt: skip
+) -> Updated | None:  # fmt: skip
     """States in float64 with one point, or one event, more for each task."""
     ready = plans.cpu()
     if (data.table if isinstance(data, Event) else data).shape[-1] != plans.inputs:
@@ -143,11 +151,17 @@ def update(
     if ready is not None:
         fits = value.shape[1:].numel() == prod(ready.shape) and value.shape[:-1] == lse.shape
         doubles = value.dtype == lse.dtype == torch.float64
-        return cpu.update(ready, data, value, lse) if fits and doubles else None
+        made = cpu.update(ready, data, value, lse) if fits and doubles else None
+        return None if made is None else Updated(*made, None)
     if isinstance(data, Event) or not 0 < data.shape[0] <= gpu.FEW or not gpu.usable(data.device):
         return None
-    plan = GPU.attempt(plans.gpu)
-    return None if plan is None else GPU.attempt(lambda: gpu.extended(plan, data, value, lse))
+    plan, numbers, looks = GPU.attempt(plans.gpu), data.numel(), _seen.snapshots[-1:]
+    if plan is None:
+        return None
+    look = looks[0].waiting(data.device, numbers) if looks else None
+    found = GPU.attempt(lambda: gpu.extended(plan, data, value, lse, None if look is None else look[0]))
+    said = None if look is None or len(data) > gpu.FEWEST else look[1]
+    return None if found is None else Updated(*found, said)
 
 
 def merge(
@@ -220,9 +234,19 @@ class Snapshot:
         """Whether a GPU looks, which may do so while it is given other work."""
         return isinstance(self._now, Checksum)
 
-    def begin(self, tensors: Sequence[Tensor]) -> bool:
-        """Have a GPU look at these, if they lie there where they lay; `held`, in this thread, must follow."""
-        return isinstance(self._now, Checksum) and self._in_place(tensors) and self._now.begin()
+    def begin(self, tensors: Sequence[Tensor], *, waits: bool = False) -> bool:
+        """Have a GPU look at these, if they lie there where they lay; `held`, in this thread, must follow.
+
+        Args:
+            waits: until an `update` is launched, which looks, too.
+        """
+        return isinstance(self._now, Checksum) and self._in_place(tensors) and self._now.begin(waits=waits)
+
+    def waiting(self, device: torch.device, numbers: int) -> tuple[Any, Callable[[], list[float]]] | None:
+        """The look that waits for a launch there, if one does, and what gives the numbers that it says."""
+        now = self._now
+        look = now.taken(device, numbers) if isinstance(now, Checksum) else None
+        return None if look is None else (look, lambda: now.said(numbers))  # type: ignore[union-attr]
 
     def held(self) -> bool:
         """What `holds` would have said when the look was begun: it waits for that."""

@@ -6,7 +6,7 @@ a = q Wk, which take mean tokens and log-normalisers of them,
     m = sum p h,    lse = log sum exp(a h),    p = exp(a h - lse).
 
 Rows before and values Wv m + bv behind are small, and plain autograd's. Forwards chunks are merged; backwards
-their tokens are computed again and their gradients follow from the whole softmax (`triton_states.py` has
+their tokens are computed again and their gradients follow from the whole softmax (`triton_gradients.py` has
 the kernels and their formulas). They are rehearsed once in each width and precision they are wanted in.
 """
 
@@ -234,7 +234,7 @@ class Whole(NamedTuple):
 
 @functools.cache
 def _kernels() -> Any:
-    return importlib.import_module("constmem.kernels.triton_states")
+    return importlib.import_module("constmem.kernels.triton_gradients")
 
 
 def whole(

@@ -18,6 +18,7 @@ from constmem.kernels.paths import CAPTURED, CHECKSUM, GRAPHS
 
 LARGEST = 2**22  # numbers given: beyond, launches are no longer what takes the time
 PATIENCE = 2  # calls before one is worth capturing
+SAID = 256  # numbers of points that a launch may say
 LOOKS = 16  # at the same weights, before looking at them is worth capturing
 KEPT = 4  # graphs of one model
 REMEMBERED = 64  # kinds of calls that are counted
@@ -113,11 +114,12 @@ def _graph(work: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CU
 class Checksum:
     """A number that changes with any bit of some tensors on a GPU: one launch, one copy and one wait.
 
-    Between `begin` and `end` the GPU can be given other work, so that one wait serves for both.
+    Between `begin` and `end` the GPU can be given other work, so that one wait serves for both; a launch that
+    is made in between may look, too (`taken`), so that one launch does.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        kernels, before, device = gpu.observing(), 0, tensors[0].device
+        kernels, before, device = gpu.merging(), 0, tensors[0].device
         word = gcd(4, *(t.data_ptr() for t in tensors), *(t.nbytes for t in tensors))  # bytes
         rows: list[tuple[int, int, int]] = []
         for t in tensors:
@@ -128,6 +130,8 @@ class Checksum:
         self._table = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 3)
         self._sums = torch.empty(len(rows), dtype=torch.int64, device=device)
         self._here = torch.empty(len(rows), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._said = torch.empty(SAID, pin_memory=device.type == "cuda")
+        self._waits = False  # for a launch that looks
         self._bits, self._calls, self._one_at_a_time = 8 * word, 0, threading.RLock()
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -135,19 +139,40 @@ class Checksum:
         """The number; None where it could not be found."""
         return self.end() if self.begin() else None
 
-    def begin(self) -> bool:
-        """Have the GPU look, if it can; `end` must follow, in this thread."""
+    def begin(self, *, waits: bool = False) -> bool:
+        """Have the GPU look, if it can; `end` must follow, in this thread.
+
+        Args:
+            waits: for a launch that looks, or else for the end.
+        """
         self._one_at_a_time.acquire()
-        begun = CHECKSUM.attempt(self._begin)
-        if begun is None:
-            self._one_at_a_time.release()
-        return begun is not None
+        self._waits = waits
+        if waits or CHECKSUM.attempt(self._begin):
+            return True
+        self._one_at_a_time.release()
+        return False
+
+    def taken(self, device: torch.device, numbers: int) -> Any:
+        """What a launch there is to look at, if one is waited for; it says so many numbers of points."""
+        if not self._waits or self._table.device != device or numbers > SAID:
+            return None
+        self._waits = False
+        return gpu.merging().Look(self._table, self._bits, self._here, self._said)
+
+    def said(self, numbers: int) -> list[float]:
+        """The numbers that the launch has said."""
+        self._synchronise()
+        found: list[float] = self._said[:numbers].tolist()
+        return found
 
     def end(self) -> int | None:
         """Wait for what was begun."""
         try:
+            if self._waits and not CHECKSUM.attempt(self._begin):
+                return None
             return CHECKSUM.attempt(self._end)
         finally:
+            self._waits = False
             self._one_at_a_time.release()
 
     def _begin(self) -> bool:
@@ -162,12 +187,15 @@ class Checksum:
         return True
 
     def _end(self) -> int:
-        if self._table.is_cuda:
-            torch.cuda.current_stream(self._table.device).synchronize()
+        self._synchronise()
         return int(sum(self._here.tolist()) % 2**64)
 
+    def _synchronise(self) -> None:
+        if self._table.is_cuda:
+            torch.cuda.current_stream(self._table.device).synchronize()
+
     def _launch(self) -> None:
-        gpu.observing().checksum(self._table, self._bits, self._sums)
+        gpu.merging().checksum(self._table, self._bits, self._sums)
         self._here.copy_(self._sums, non_blocking=True)
 
 

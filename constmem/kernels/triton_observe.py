@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 # Numbers that change from call to call are not specialised on: nobody waits for a compiler in a stream.
 NOTHING = tl.constexpr(-(2.0**99))  # below the score of any point, above what masks add to one
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
-WORDS = 4096  # that a program reads for a checksum
 
 
 class Tiles(NamedTuple):
@@ -254,25 +253,3 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         return
     with torch.cuda.device(device):
         kernel[grid](*arguments, **options)
-
-
-# Memory
-
-
-@triton.jit
-def _checksum(table, sums, BITS: tl.constexpr, SIZE: tl.constexpr):
-    """Add up what each word and its place are mixed to: one to one, so that no single word changes unseen."""
-    row, at = table + 3 * tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
-    where, words, first = tl.load(row), tl.load(row + 1), tl.load(row + 2)
-    kind = tl.uint32 if BITS == 32 else tl.uint16 if BITS == 16 else tl.uint8
-    word = tl.load(where.to(tl.pointer_type(kind)) + at, mask=at < words, other=0)
-    x = ((first + at).to(tl.uint64) << 32) | word.to(tl.uint64)
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    x = tl.where(at < words, x ^ (x >> 31), 0)
-    tl.store(sums + tl.program_id(0), tl.sum(x.to(tl.int64), 0))
-
-
-def checksum(table: Int[Tensor, "p 3"], bits: int, sums: Int[Tensor, " p"]) -> None:
-    """A number for each piece of memory (address, words, words before it), in which all its bits are."""
-    launch(_checksum, (len(table),), table, sums, BITS=bits, SIZE=WORDS)

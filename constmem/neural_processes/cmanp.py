@@ -164,7 +164,7 @@ class CMANP(LevelProcess[Any, Any]):
             slots = state if self.regression is None else state.slots
             own: Any = self._modules  # past the look-ups of modules: small updates feel those
             found = own["stack"]._modules["observation"].extended(slots, points, embed=own["embed"])
-            if found is not None and checks.surely_finite(points):  # asked last: a GPU is at work meanwhile
+            if found is not None:
                 if self.regression is None:
                     return found
                 return Product(found, state.moments.merge(self.regression.observe(own_x, own_y)))

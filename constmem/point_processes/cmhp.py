@@ -189,7 +189,8 @@ class CMHP(PointProcess[ConstantState]):
             self.log_rates, turns, int(LONGEST),
         )  # fmt: skip
         held = state.memory["value"], state.memory["lse"]
-        return None if prepared.plans is None else kernels.update(prepared.plans, event, *held)
+        found = None if prepared.plans is None else kernels.update(prepared.plans, event, *held)
+        return None if found is None else found[:2]
 
     def _parts(self, chunk: Chunk, clock: Float64[Tensor, "b t"]) -> Float[Tensor, "b t d"]:
         """Mark, time since the start and log gap of each event, as far as asked for, in one vector."""

@@ -117,7 +117,10 @@ class Muon(torch.optim.Optimizer):
         )  # fmt: skip
 
     def _states(self, parameters: Sequence[Tensor], name: str) -> list[Tensor]:
-        return [self.state[p].setdefault(name, torch.zeros_like(p)) for p in parameters]
+        for p in parameters:
+            if name not in self.state[p]:  # else a graph would fill zeros for nobody at every step
+                self.state[p][name] = torch.zeros_like(p)
+        return [self.state[p][name] for p in parameters]
 
     def _counts(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         for p in parameters:

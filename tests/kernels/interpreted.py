@@ -163,8 +163,40 @@ def extend(*, dim: int, heads: int, slots: int, tasks: int, depth: int) -> dict[
     second = exactly(lambda: first.merge(wide.observe(data[:, 1:].double(), embed=wide_embed)))
     assert extended is not None
     merged = [call for call in merges.call_args_list if call.args[0] is triton_states._extended]
-    embedded = [call for call in embeds.call_args_list if call.args[0] is not triton._checksum]
-    return errors(extended, second) | {"launches": [len(embedded), len(merged)]}
+    return errors(extended, second) | {"launches": [embeds.call_count, len(merged)]}
+
+
+def looks() -> dict[str, Any]:
+    """Launches of an update whose weights were seen before; what it says of others, and of numbers not there."""
+    from constmem.kernels import triton_states
+
+    gpu.precision_of = lambda _: "exact"
+    torch.manual_seed(0)
+    sizes = {"dim": 16, "depth": 1, "num_slots": 4, "num_latents": 4, "hidden": 16, "num_heads": 2}
+    model = CMANP(dim_x=1, dim_y=1, **sizes).eval()  # type: ignore[arg-type]
+    x, y = torch.randn(2, 3, 1), torch.randn(2, 3, 1)
+    state = model.update(model.condition(x[:, :1], y[:, :1]), x[:, 1:2], y[:, 1:2])
+    with mock.patch.object(triton_states, "launch", wraps=triton_states.launch) as launches:
+        found = model.update(state, x[:, 2:], y[:, 2:])
+    names = [call.args[0].__name__ for call in launches.call_args_list]
+    expected = exactly(lambda: model.condition(x, y))
+    answers = {}
+    for name, parameter in model.named_parameters():
+        if any(parameter is p for p in model.observing_parameters()):
+            before = parameter.data.clone()
+            parameter.data.view(-1)[-1] += 1.0  # no counter of versions tells
+            answers[name] = _refusal(lambda: model.update(state, x[:, 2:], y[:, 2:]))
+            parameter.data.copy_(before)
+    missing = _refusal(lambda: model.update(state, x[:, 2:] * torch.nan, y[:, 2:]))
+    return errors(found, expected) | {"launches": names, "answers": answers, "missing": missing}
+
+
+def _refusal(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except ValueError as error:
+        return str(error)
+    return "none"
 
 
 def changed() -> list[float]:
@@ -221,9 +253,9 @@ def mixed(tensors: list[Tensor]) -> int:
 
 def checksum() -> dict[str, Any]:
     """How often a checksum is not that of the formula, does not see one bit, or sees what is not there."""
-    from constmem.kernels import triton_observe
+    from constmem.kernels import triton_states
 
-    triton_observe.WORDS = 64
+    triton_states.WORDS = 64
     torch.manual_seed(0)
     wrong = {"formula": 0, "missed": 0, "imagined": 0}
     for sizes, dtype in (((1,), torch.float32), ((65, 0, 64, 200), torch.float32), ((33, 4), torch.bfloat16),
@@ -245,7 +277,8 @@ def checksum() -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[..., Any]] = {
-    case.__name__: case for case in (observe, leaves_out, trained, update, extend, changed, merge, checksum)
+    case.__name__: case
+    for case in (observe, leaves_out, trained, update, extend, looks, changed, merge, checksum)
 }
 
 if __name__ == "__main__":

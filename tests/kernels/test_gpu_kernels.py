@@ -43,7 +43,7 @@ def observed(kind: str, precision: str) -> dict[str, Any]:
 
 CASES: dict[str, list[dict[str, Any]]] = {
     "observe": [observed(kind, p) for p in PRECISIONS for kind in KINDS if (kind, p) != ("sharp", "half")],
-    **{name: [{}] for name in ("leaves_out", "trained", "update", "merge", "changed")},
+    **{name: [{}] for name in ("leaves_out", "trained", "update", "looks", "merge", "changed")},
     "extend": EXTENDED,
     "checksum": [{}],
 }
@@ -107,6 +107,22 @@ def test_one_point_more_takes_one_launch_and_of_many_tasks_two(interpreted: dict
         assert found["value"] < 1e-5, case
         assert found["lse"] < 1e-5, case
         assert found["counted"], case
+
+
+@pytest.mark.slow
+@has_triton
+def test_an_update_looks_at_the_weights_and_at_its_points_in_the_one_launch_it_takes(
+    interpreted: dict[str, list[Any]],
+) -> None:
+    (found,) = interpreted["looks"]
+    assert found["failures"] == []
+    assert found["launches"] == ["_extended"]
+    assert found["value"] < 1e-5
+    assert found["counted"]
+    assert len(found["answers"]) == 15
+    for name, answer in found["answers"].items():
+        assert "was made by other weights" in answer, name
+    assert "x[0, 0, 0] is nan" in found["missing"]
 
 
 @pytest.mark.slow
