@@ -15,9 +15,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from constmem import kernels
-from constmem.kernels import Others, OthersLse, Slots, SlotsLse
 
 EMPTY = kernels.EMPTY  # a finite number far below any score
+Slots = Float[Tensor, "*h s c"]
+SlotsLse = Float[Tensor, "*h s"]
+Others = Float[Tensor, "*#h s c"]
+OthersLse = Float[Tensor, "*#h s"]
 
 
 def bias_of(

@@ -232,7 +232,6 @@ def _part_backward(
     flat_k, flat_v = (t.flatten(1, -3) for t in (k, v))
     flat_q, bias = q.detach().flatten(0, -3), bias_of(mask, None, k.dtype)
     grad_q, grad_k, grad_v = kernels.attend_backward(
-        kernels.choose(flat_q, flat_k, flat_v, bias),
         flat_q,
         flat_k,
         flat_v,

@@ -194,21 +194,21 @@ class Model(nn.Module, ABC):
         self.to(next((tensor.dtype for tensor in own), self.dtype))
         self.load_state_dict(dict(tensors))
 
-    def _look(self) -> AbstractContextManager[None]:
-        """Look at the weights once for all that is done inside of it by this thread."""
+    def _verified(self) -> AbstractContextManager[None]:
+        """Verify the weights once for all that is done inside of it by this thread."""
         if checks.traced(self.device) or self._name_of_weights() is None:
             return _NOTHING
         assert self._signature is not None  # by which they were named
         return self._signature[0]
 
-    def _while_looking(self, work: Callable[[], R], *, updates: bool = False) -> R:
-        """Do this with one look at the weights. A GPU looks meanwhile: if they have changed, do it again."""
+    def _while_verifying(self, work: Callable[[], R], *, updates: bool = False) -> R:
+        """Do this, with the weights verified once: on a GPU meanwhile, and if they have changed, again."""
         weights = None if self._signature is None else self._signature[0]
         ready = (
             weights is not None and weights.on_gpu and not weights.fresh and not checks.traced(self.device)
         )
-        if weights is None or not ready or not weights.begin(self._signed_by(), waits=updates):
-            with self._look():
+        if weights is None or not ready or not weights.begin(self._signed_by(), deferred=updates):
+            with self._verified():
                 return work()
         failure = None
         try:
@@ -217,9 +217,9 @@ class Model(nn.Module, ABC):
         except Exception as error:  # perhaps of weights that are no more
             failure = error
         finally:
-            same = weights.held()
+            same = weights.end()
         if not same:
-            with self._look():
+            with self._verified():
                 return work()
         if failure is not None:
             raise failure

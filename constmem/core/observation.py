@@ -99,10 +99,10 @@ class Observation(nn.Module):
         if kept is not None and kept.known is not None and kept.known.fresh and kept.serves(embed):
             return kept.prepared
         where = self.slots.device
-        if torch.is_grad_enabled() or where.type not in ("cpu", "cuda") or not kernels.plain(where):
+        if torch.is_grad_enabled() or where.type not in ("cpu", "cuda") or not Snapshot.possible(where):
             return self.prepare()
         weights = self._read(embed)
-        known = Snapshot.freshest(weights)
+        known = Snapshot.covering(weights)
         if kept is not None and kept.serves(embed) and kept.weights.holds(weights):
             kept = kept._replace(known=known)
         else:
@@ -171,12 +171,11 @@ class Observation(nn.Module):
         if found is None:
             return None
         made = AttentionState(found.value, found.lse, state.count + 1, state.fingerprint)
-        fits = (
-            checks.surely_finite(data)
-            if found.said is None
-            else checks.fit(found.said(), checks.largest(data.dtype))
-        )
-        return made if fits else None  # asked last: a GPU is at work meanwhile
+        if found.numbers is None:
+            finite = checks.surely_finite(data)
+        else:
+            finite = checks.fit(found.numbers(), checks.largest(data.dtype))
+        return made if finite else None  # asked last: a GPU is at work meanwhile
 
     def chunk(self) -> int:
         """How many tokens are best observed at a time: machine code holds only tiles of them."""

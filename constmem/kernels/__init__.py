@@ -1,12 +1,16 @@
 """How it is computed: functions on tensors, each of which takes the fastest path that can serve it.
 
-`attend` is PyTorch's operators. `observe`, `update` and `merge` are machine code on a CPU and kernels of our
-own on a GPU; `fold`, `attention` and `feed_forward` are such kernels, `Program` and `quantiles` such code.
-All return None where no such path serves, and PyTorch's operators do. A path that fails says so in one line
-of the log and is not tried again: `PATHS` shows them (`Path.failed`), `reset()` has them tried anew.
+- `attend` (and `attend_backward`) is attention by PyTorch's operators, `scores` and `EMPTY` what it means.
+- `observe`, `update` and `merge` make and join states: by machine code on a CPU, by kernels on a GPU. `Plans`
+  lay out the weights for both, of which a `Snapshot` tells whether they are still the same.
+- `fold` conditions while learning; `attention` and `feed_forward` are whole layers: kernels on a GPU.
+- A `Program` of `Layer`s reads, `quantiles`, `gap_vectors` and `turned` predict events: machine code.
+- `Graphs` captures what a model does over and over on a GPU.
+
+All but the first return None where no such path serves, and PyTorch's operators do. A path that fails says so
+in one line of the log and is not tried again: `PATHS` shows why (`failed`), `reset()` has them tried anew.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -18,14 +22,13 @@ from torch import Tensor
 from constmem.kernels import cpu, gpu
 from constmem.kernels.cpu import Event
 from constmem.kernels.cpu_reading import Kind, Layer, Program, gap_vectors, quantiles, serves, turned
-from constmem.kernels.fused import attend, attend_backward, choose
+from constmem.kernels.fused import attend, attend_backward
 from constmem.kernels.gpu_fold import fold
-from constmem.kernels.graphs import Checksum, Graphs
+from constmem.kernels.graphs import Graphs
 from constmem.kernels.layers import attention, feed_forward
-from constmem.kernels.paths import CHECKSUM, CPU, GPU, PATHS, Path, cache_folder, library, traced
+from constmem.kernels.paths import CPU, GPU, PATHS, cache_folder, library
 from constmem.kernels.reference import (
     EMPTY,
-    Absorbed,
     Chunk,
     Others,
     OthersLse,
@@ -35,51 +38,17 @@ from constmem.kernels.reference import (
     accumulate,
     joined,
     scores,
-)  # fmt: skip
+)
+from constmem.kernels.snapshot import Snapshot
 
 __all__ = [
-    "EMPTY",
-    "PATHS",
-    "Absorbed",
-    "Chunk",
-    "Event",
-    "Graphs",
-    "Kind",
-    "Layer",
-    "Others",
-    "OthersLse",
-    "Path",
-    "Plans",
-    "Program",
-    "Slots",
-    "SlotsLse",
-    "Snapshot",
-    "absorb",
-    "accumulate",
-    "attend",
-    "attend_backward",
-    "attention",
-    "cache_folder",
-    "choose",
-    "chunk",
-    "feed_forward",
-    "fold",
-    "gap_vectors",
-    "joined",
-    "merge",
-    "observe",
-    "plain",
-    "quantiles",
-    "reset",
-    "scores",
-    "serves",
-    "turned",
-    "update",
-]
+    "EMPTY", "PATHS", "Chunk", "Event", "Graphs", "Kind", "Layer", "Plans", "Program", "Snapshot", "absorb",
+    "accumulate", "attend", "attend_backward", "attention", "cache_folder", "chunk", "feed_forward", "fold",
+    "gap_vectors", "joined", "merge", "observe", "quantiles", "reset", "scores", "serves", "turned", "update",
+]  # fmt: skip
 
 Exact = Callable[[], tuple[Float[Tensor, "*depth h s c"], Float[Tensor, "kv d"], Float[Tensor, " kv"]]]
 _UNKNOWN: Any = object()
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class Plans:
@@ -133,11 +102,11 @@ def observe(
 
 
 class Updated(NamedTuple):
-    """States after an update; where a GPU says the numbers of the points, what waits for these."""
+    """States after an update; where a GPU copies the numbers of the points, what waits for these."""
 
     value: Float[Tensor, "b *h s c"]
     lse: Float[Tensor, "b *h s"]
-    said: Callable[[], list[float]] | None
+    numbers: Callable[[], list[float]] | None
 
 
 def update(
@@ -155,13 +124,15 @@ def update(
         return None if made is None else Updated(*made, None)
     if isinstance(data, Event) or not 0 < data.shape[0] <= gpu.FEW or not gpu.usable(data.device):
         return None
-    plan, numbers, looks = GPU.attempt(plans.gpu), data.numel(), _seen.snapshots[-1:]
+    plan, latest = GPU.attempt(plans.gpu), Snapshot.latest()
     if plan is None:
         return None
-    look = looks[0].waiting(data.device, numbers) if looks else None
-    found = GPU.attempt(lambda: gpu.extended(plan, data, value, lse, None if look is None else look[0]))
-    said = None if look is None or len(data) > gpu.FEWEST else look[1]
-    return None if found is None else Updated(*found, said)
+    pending = None if latest is None else latest.pending(data.device, data.numel())
+    check, numbers = pending or (None, None)
+    found = GPU.attempt(lambda: gpu.extended(plan, data, value, lse, check))
+    if found is None:
+        return None
+    return Updated(*found, numbers if len(data) <= gpu.FEWEST else None)
 
 
 def merge(
@@ -181,139 +152,6 @@ def chunk(dtype: torch.dtype, device: torch.device) -> int | None:
     if device.type != "cpu":
         return gpu.CHUNK if gpu.usable(device) else None
     return cpu.LONGEST if dtype == torch.float32 and library() is not None else None
-
-
-class _Seen(threading.local):
-    """The snapshots that a thread has just seen to hold."""
-
-    snapshots: tuple["Snapshot", ...] = ()
-
-
-_seen = _Seen()
-
-
-class Snapshot:
-    """What some tensors held at one moment; `holds` says whether tensors still hold the same.
-
-    Version counters and addresses do not tell: code writes through `parameter.data`, through NumPy arrays
-    that share the memory, by fused optimisers and by kernels of its own, and swaps tensors for others. So all
-    bits are looked at each time: as a checksum of 64 bits, at the speed of reading them (on a CPU half a
-    million bytes take microseconds, on a GPU it is one launch), or else by comparison with a copy.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.randn(3, 4))
-        >>> before = Snapshot([weight])
-        >>> before.holds([weight]), before.holds([weight.detach().clone()])
-        (True, True)
-        >>> weight.data[1, 2] += 1  # no version counter tells
-        >>> before.holds([weight])
-        False
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        kept = [t.detach() for t in tensors]
-        self._kinds = [(t.shape, t.dtype, t.device) for t in kept]
-        self._now: Callable[[], int | None] | None = None
-        self._sum: int | None = None
-        self._where: list[int] = []
-        self._copy = None if self._summed(kept) else _bits(kept)
-
-    def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these, one by one, have the shapes, kinds and bits of those the snapshot was taken of."""
-        if self._now is not None and self._in_place(tensors):
-            return self._now() == self._sum
-        tensors = [t.detach() for t in tensors]
-        if [(t.shape, t.dtype, t.device) for t in tensors] != self._kinds:
-            return False
-        if self._copy is not None:
-            return all(torch.equal(a, b) for a, b in zip(_bits(tensors), self._copy, strict=True))
-        return self._summed(tensors)
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether a GPU looks, which may do so while it is given other work."""
-        return isinstance(self._now, Checksum)
-
-    def begin(self, tensors: Sequence[Tensor], *, waits: bool = False) -> bool:
-        """Have a GPU look at these, if they lie there where they lay; `held`, in this thread, must follow.
-
-        Args:
-            waits: until an `update` is launched, which looks, too.
-        """
-        return isinstance(self._now, Checksum) and self._in_place(tensors) and self._now.begin(waits=waits)
-
-    def waiting(self, device: torch.device, numbers: int) -> tuple[Any, Callable[[], list[float]]] | None:
-        """The look that waits for a launch there, if one does, and what gives the numbers that it says."""
-        now = self._now
-        look = now.taken(device, numbers) if isinstance(now, Checksum) else None
-        return None if look is None else (look, lambda: now.said(numbers))  # type: ignore[union-attr]
-
-    def held(self) -> bool:
-        """What `holds` would have said when the look was begun: it waits for that."""
-        assert isinstance(self._now, Checksum)
-        return self._now.end() == self._sum
-
-    def _in_place(self, tensors: Sequence[Tensor]) -> bool:
-        return (
-            list(map(Tensor.data_ptr, tensors)) == self._where
-            and all(map(Tensor.is_contiguous, tensors))  # in the order that it was
-            and list(map(Tensor.numel, tensors)) == self._sizes
-        )
-
-    def __enter__(self) -> None:
-        """Inside of `with snapshot`, which was just seen to hold, this thread need not look again."""
-        _seen.snapshots = *_seen.snapshots, self
-
-    def __exit__(self, *_: object) -> None:
-        _seen.snapshots = _seen.snapshots[:-1]
-
-    @property
-    def fresh(self) -> bool:
-        """Whether this thread has just seen that it holds."""
-        return self in _seen.snapshots
-
-    @staticmethod
-    def freshest(tensors: Sequence[Tensor]) -> "Snapshot | None":
-        """What this thread has seen last to hold, if that was of these tensors, and perhaps more."""
-        last = _seen.snapshots[-1] if _seen.snapshots else None
-        return last if last is not None and {t.data_ptr() for t in tensors} <= {*last._where} else None
-
-    def _summed(self, tensors: list[Tensor]) -> bool:
-        """Whether these have the checksum of those before, if there were any; it is theirs from now on."""
-        now = _checksum(tensors)
-        found = None if now is None else now()
-        if found is None or self._sum not in (None, found):
-            return False
-        self._now, self._sum = now, found
-        self._kept = tensors  # so that their memory goes to no others
-        self._where, self._sizes = [t.data_ptr() for t in tensors], [t.numel() for t in tensors]
-        return True
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_now": None, "_kept": None}  # a copy's tensors lie elsewhere
-
-
-def _checksum(tensors: Sequence[Tensor]) -> Callable[[], int | None] | None:
-    """What finds a number that changes with any bit of these; None where nothing can."""
-    where = {t.device for t in tensors}
-    able = len(where) == 1 and all(t.is_contiguous() for t in tensors)
-    if not able or not all(t.data_ptr() or t.numel() == 0 for t in tensors):  # memory was given back
-        return None
-    if gpu.usable(device := where.pop()):
-        return None if CHECKSUM.failed else CHECKSUM.attempt(lambda: Checksum(tensors))
-    return cpu.checksum(tensors) if device.type == "cpu" and cpu.usable() else None
-
-
-def _bits(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A copy of the tensors' bits as integers, together: few launches on a GPU."""
-    words = [t.contiguous().view(-1).view(_WORDS[t.element_size()]) for t in tensors]
-    kinds = dict.fromkeys(w.dtype for w in words)
-    return [torch.cat([w for w in words if w.dtype == kind]) for kind in kinds]
-
-
-def plain(device: torch.device) -> bool:
-    """Whether tensors there are ordinary ones, which something may be remembered of."""
-    return not traced() and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def reset() -> None:

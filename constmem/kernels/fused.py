@@ -171,6 +171,29 @@ class Kernel(NamedTuple):
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     alignment: int
 
+    def gradients(
+        self, q: Queries, k: Keys, v: Keys, bias: Bias, whole: tuple[Values, Lse], grad_value: Values,
+        grad_lse: Lse | None,
+    ) -> tuple[Queries, Keys, Keys]:  # fmt: skip
+        """Gradients of q, k, v as a part of the `whole` softmax, given those of its value, and of its lse.
+
+        Kernels know nothing of a gradient of the lse. It is smuggled in as one more channel: values of
+        one there, the gradient of the lse as its gradient, and an output declared to be zero, turn
+        `p (g v' - sum(g * value))` into `p (g v' - sum(g * value) + grad_lse)`.
+        """
+        channels, (value, lse) = k.shape[-1], whole
+        if grad_lse is not None:
+            pad = self.alignment
+            ones = torch.zeros(pad, dtype=v.dtype, device=v.device)
+            ones[0] = 1
+            v = torch.cat([v, ones.expand(*v.shape[:-1], pad)], -1)
+            q, k, value = (F.pad(t, (0, pad)) for t in (q, k, value))
+            grad_value = torch.cat([grad_value, grad_lse[..., None].to(grad_value.dtype)], -1)
+            grad_value = F.pad(grad_value, (0, pad - 1))
+        grads = self.backward(q, k, v, bias, value, lse, grad_value)
+        grad_q, grad_k, grad_v = (grad[..., :channels] for grad in grads)
+        return grad_q.sum(0), grad_k, grad_v
+
 
 REFERENCE = Kernel("reference", lambda *_: True, reference.forward, reference.backward, 1)
 FUSED_CPU = Kernel("fused-cpu", supports_cpu, forward_cpu, backward_cpu, 1)
@@ -200,33 +223,11 @@ def attend(q: Queries, k: Keys, v: Keys, bias: Bias = None) -> tuple[Values, Lse
 
 
 def attend_backward(
-    kernel: Kernel,
-    q: Queries,
-    k: Keys,
-    v: Keys,
-    bias: Bias,
-    whole: tuple[Values, Lse],
-    grad_value: Values,
+    q: Queries, k: Keys, v: Keys, bias: Bias, whole: tuple[Values, Lse], grad_value: Values,
     grad_lse: Lse | None,
-) -> tuple[Queries, Keys, Keys]:
-    """Gradients of q, k, v given those of the value and, where there are any, of the lse.
-
-    Kernels know nothing of a gradient of the lse. It is smuggled in as one more channel: values of
-    one there, the gradient of the lse as its gradient, and an output declared to be zero, turn
-    `p (g v' - sum(g * value))` into `p (g v' - sum(g * value) + grad_lse)`.
-    """
-    channels, (value, lse) = k.shape[-1], whole
-    if grad_lse is not None:
-        pad = kernel.alignment
-        ones = torch.zeros(pad, dtype=v.dtype, device=v.device)
-        ones[0] = 1
-        v = torch.cat([v, ones.expand(*v.shape[:-1], pad)], -1)
-        q, k, value = (F.pad(t, (0, pad)) for t in (q, k, value))
-        grad_value = torch.cat([grad_value, grad_lse[..., None].to(grad_value.dtype)], -1)
-        grad_value = F.pad(grad_value, (0, pad - 1))
-    grads = kernel.backward(q, k, v, bias, value, lse, grad_value)
-    grad_q, grad_k, grad_v = (grad[..., :channels] for grad in grads)
-    return grad_q.sum(0), grad_k, grad_v
+) -> tuple[Queries, Keys, Keys]:  # fmt: skip
+    """Gradients of q, k, v as a part of the `whole` softmax, given those of its value and perhaps its lse."""
+    return choose(q, k, v, bias).gradients(q, k, v, bias, whole, grad_value, grad_lse)
 
 
 class _Attend(torch.autograd.Function):
@@ -247,5 +248,5 @@ class _Attend(torch.autograd.Function):
         q, k, v, bias, value, lse = ctx.saved_tensors
         if grad_value is None:
             grad_value = torch.zeros_like(value)
-        grads = attend_backward(ctx.kernel, q, k, v, bias, (value, lse), grad_value, grad_lse)
+        grads = ctx.kernel.gradients(q, k, v, bias, (value, lse), grad_value, grad_lse)
         return None, *grads, None

@@ -170,18 +170,18 @@ def normed_tokens(plan: Plan, points: Float[Tensor, "n i"]) -> Float[Tensor, "n 
 
 def extended(
     plan: Plan, data: Float[Tensor, "b 1 i"], value: Float[Tensor, "b *h s c"], lse: Float[Tensor, "b *h s"],
-    look: Any = None,
+    check: Any = None,
 ) -> tuple[Float[Tensor, "b *h s c"], Float[Tensor, "b *h s"]]:  # fmt: skip
     """Float64 states with one point more each: in one launch, of more than a few in two.
 
     Args:
-        look: a `Look` at memory, to be had by the same launch.
+        check: memory to sum by the same launch (`triton_states.Check`).
     """
     embedded = len(data) > FEWEST
     points = normed_tokens(plan, data[:, 0]) if embedded else data.contiguous()
     found: tuple[Tensor, Tensor] = merging().extended(
         points, (plan.embedding, plan.embedding_bias), plan.single, value.contiguous(), lse.contiguous(),
-        PROGRAMS * multiprocessors(data.device), embedded=embedded, look=look,
+        PROGRAMS * multiprocessors(data.device), embedded=embedded, check=check,
     )  # fmt: skip
     return found
 

@@ -6,20 +6,17 @@ written to again.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from math import gcd
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from constmem.kernels import gpu
-from constmem.kernels.paths import CAPTURED, CHECKSUM, GRAPHS
+from constmem.kernels.paths import GRAPHS
 
 LARGEST = 2**22  # numbers given: beyond, launches are no longer what takes the time
 PATIENCE = 2  # calls before one is worth capturing
-SAID = 256  # numbers of points that a launch may say
-LOOKS = 16  # at the same weights, before looking at them is worth capturing
 KEPT = 4  # graphs of one model
 REMEMBERED = 64  # kinds of calls that are counted
 Result = TypeVar("Result", Tensor, tuple[Tensor, Tensor], tuple[Tensor, ...])
@@ -94,11 +91,11 @@ def _capture(work: Callable[..., Any], given: tuple[Tensor, ...], weights: list[
         cache_enabled=False,
     )
     with autocast:
-        graph, result = _graph(lambda: work(*given), given[0].device)
+        graph, result = graph_of(lambda: work(*given), given[0].device)
     return _Captured(graph, given, result, weights)
 
 
-def _graph(work: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
+def graph_of(work: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
     """What does that work again, and what it writes its results to."""
     with torch.cuda.device(device):
         side = torch.cuda.Stream()
@@ -109,94 +106,6 @@ def _graph(work: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CU
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             return graph, work()
-
-
-class Checksum:
-    """A number that changes with any bit of some tensors on a GPU: one launch, one copy and one wait.
-
-    Between `begin` and `end` the GPU can be given other work, so that one wait serves for both; a launch that
-    is made in between may look, too (`taken`), so that one launch does.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        kernels, before, device = gpu.merging(), 0, tensors[0].device
-        word = gcd(4, *(t.data_ptr() for t in tensors), *(t.nbytes for t in tensors))  # bytes
-        rows: list[tuple[int, int, int]] = []
-        for t in tensors:
-            words = t.nbytes // word
-            starts = range(0, words, kernels.WORDS)
-            rows += [(t.data_ptr() + word * i, min(words - i, kernels.WORDS), before + i) for i in starts]
-            before += words
-        self._table = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 3)
-        self._sums = torch.empty(len(rows), dtype=torch.int64, device=device)
-        self._here = torch.empty(len(rows), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._said = torch.empty(SAID, pin_memory=device.type == "cuda")
-        self._waits = False  # for a launch that looks
-        self._bits, self._calls, self._one_at_a_time = 8 * word, 0, threading.RLock()
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self) -> int | None:
-        """The number; None where it could not be found."""
-        return self.end() if self.begin() else None
-
-    def begin(self, *, waits: bool = False) -> bool:
-        """Have the GPU look, if it can; `end` must follow, in this thread.
-
-        Args:
-            waits: for a launch that looks, or else for the end.
-        """
-        self._one_at_a_time.acquire()
-        self._waits = waits
-        if waits or CHECKSUM.attempt(self._begin):
-            return True
-        self._one_at_a_time.release()
-        return False
-
-    def taken(self, device: torch.device, numbers: int) -> Any:
-        """What a launch there is to look at, if one is waited for; it says so many numbers of points."""
-        if not self._waits or self._table.device != device or numbers > SAID:
-            return None
-        self._waits = False
-        return gpu.merging().Look(self._table, self._bits, self._here, self._said)
-
-    def said(self, numbers: int) -> list[float]:
-        """The numbers that the launch has said."""
-        self._synchronise()
-        found: list[float] = self._said[:numbers].tolist()
-        return found
-
-    def end(self) -> int | None:
-        """Wait for what was begun."""
-        try:
-            if self._waits and not CHECKSUM.attempt(self._begin):
-                return None
-            return CHECKSUM.attempt(self._end)
-        finally:
-            self._waits = False
-            self._one_at_a_time.release()
-
-    def _begin(self) -> bool:
-        self._calls += 1
-        if self._calls == LOOKS and self._table.is_cuda and not CAPTURED.failed:
-            found = CAPTURED.attempt(lambda: _graph(self._launch, self._table.device))
-            self._graph = None if found is None else found[0]
-        if self._graph is None:
-            self._launch()
-        else:
-            self._graph.replay()
-        return True
-
-    def _end(self) -> int:
-        self._synchronise()
-        return int(sum(self._here.tolist()) % 2**64)
-
-    def _synchronise(self) -> None:
-        if self._table.is_cuda:
-            torch.cuda.current_stream(self._table.device).synchronize()
-
-    def _launch(self) -> None:
-        gpu.merging().checksum(self._table, self._bits, self._sums)
-        self._here.copy_(self._sums, non_blocking=True)
 
 
 def _weights(module: nn.Module) -> Iterator[Tensor]:

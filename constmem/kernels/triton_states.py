@@ -1,8 +1,8 @@
-"""States on a GPU, in Triton: merged, given a point more; and a look at the memory that weights lie in.
+"""States on a GPU, in Triton: merged, given a point more; and checksums of the memory that weights lie in.
 
 One point's softmax is one: its scores are the lse, its values every slot's value. So a program needs no more
 of it than a token, which it makes itself where that takes less time than another launch. Whether the weights
-are still those that it was made by is looked at by other programs of the same launch.
+are still those that it was made by is verified by other programs of the same launch.
 """
 
 from typing import NamedTuple
@@ -85,8 +85,8 @@ def _token(point, weight, bias, inputs, WIDTH: tl.constexpr, LAYERS: tl.constexp
 
 @triton.jit
 def _taken(
-    points, embedding, embedding_bias, weight, bias, value, lse, merged, merged_lse, said, tasks, inputs,
-    SAYS: tl.constexpr, EMBEDDED: tl.constexpr, LAYERS: tl.constexpr, WIDTH: tl.constexpr,
+    points, embedding, embedding_bias, weight, bias, value, lse, merged, merged_lse, copy, tasks, inputs,
+    COPY: tl.constexpr, EMBEDDED: tl.constexpr, LAYERS: tl.constexpr, WIDTH: tl.constexpr,
     HEADS: tl.constexpr, SLOTS: tl.constexpr, CHANNELS: tl.constexpr, S: tl.constexpr, C: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
@@ -113,26 +113,26 @@ def _taken(
         found, out = _mixed(before, here.to(tl.float64), mine, seen.to(tl.float64)[None, :])
         tl.store(merged_lse + place, found, mask=there)
         tl.store(merged + at, out, mask=real)
-        if SAYS:
+        if COPY:
             if tl.program_id(0) + head == 0:
                 given, number = dims < inputs, task * inputs + dims
-                tl.store(said + number, tl.load(points + number, mask=given, other=0.0), mask=given)
+                tl.store(copy + number, tl.load(points + number, mask=given, other=0.0), mask=given)
 
 
 @triton.jit(do_not_specialize=["tasks", "pieces"])
 def _extended(
-    points, embedding, embedding_bias, weight, bias, value, lse, merged, merged_lse, table, sums, said, tasks,
+    points, embedding, embedding_bias, weight, bias, value, lse, merged, merged_lse, table, sums, copy, tasks,
     inputs, pieces,
-    BITS: tl.constexpr, WORDS: tl.constexpr, SAYS: tl.constexpr, EMBEDDED: tl.constexpr, LAYERS: tl.constexpr,
+    BITS: tl.constexpr, WORDS: tl.constexpr, COPY: tl.constexpr, EMBEDDED: tl.constexpr, LAYERS: tl.constexpr,
     WIDTH: tl.constexpr, HEADS: tl.constexpr, SLOTS: tl.constexpr, CHANNELS: tl.constexpr, S: tl.constexpr,
     C: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """One more point for each task; programs beyond those of heads look at pieces of memory meanwhile."""
+    """One more point for each task; programs beyond those of heads sum pieces of memory meanwhile."""
     head = tl.program_id(1)
     if head < HEADS:
         _taken(
-            points, embedding, embedding_bias, weight, bias, value, lse, merged, merged_lse, said, tasks,
-            inputs, SAYS, EMBEDDED, LAYERS, WIDTH, HEADS, SLOTS, CHANNELS, S, C, D,
+            points, embedding, embedding_bias, weight, bias, value, lse, merged, merged_lse, copy, tasks,
+            inputs, COPY, EMBEDDED, LAYERS, WIDTH, HEADS, SLOTS, CHANNELS, S, C, D,
         )  # fmt: skip
     else:
         piece = ((head - HEADS) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
@@ -157,13 +157,13 @@ def merge(
     return merged, merged_lse
 
 
-class Look(NamedTuple):
-    """Memory to look at, and where to say what is there: in the host's memory, which a GPU can write to."""
+class Check(NamedTuple):
+    """Memory to sum, and where the results go: into the host's memory, which a GPU can write to."""
 
     table: Int[Tensor, "p 3"]  # pieces: address, words, words before it
     bits: int  # of a word
     sums: Int[Tensor, " p"]  # of each piece
-    said: Float[Tensor, " n"]  # numbers of the points
+    copy: Float[Tensor, " n"]  # of the numbers of points
 
 
 def extended(
@@ -175,23 +175,23 @@ def extended(
     programs: int,
     *,
     embedded: bool,
-    look: Look | None = None,
+    check: Check | None = None,
 ) -> tuple[Float[Tensor, "b *h s c"], Float[Tensor, "b *h s"]]:
     """Contiguous float64 states with one point more each; `single` gives scores and values of its token.
 
     Args:
-        look: what to look at in the same launch, points that are not embedded yet among it.
+        check: what to sum in the same launch; points that are not embedded yet are copied by it.
     """
     merged, merged_lse = torch.empty_like(value), torch.empty_like(lse)
     tasks, *_, slots, channels = value.shape
     (layers, d, _), (outputs, width) = embedding[0].shape, single[0].shape
     pieces, heads = -(-slots // MERGED), outputs // (slots + channels)  # triton.cdiv takes microseconds
     nothing = lse.view(torch.int64)
-    table, bits, sums, said = look or (nothing[:0], 32, nothing, lse)
+    table, bits, sums, copy = check or (nothing[:0], 32, nothing, lse)
     grid = pieces, heads - len(table) // -pieces, max(1, min(tasks, programs // (pieces * heads)))
     launch(
-        _extended, grid, points, *embedding, *single, value, lse, merged, merged_lse, table, sums, said,
-        tasks, points.shape[-1], len(table), BITS=bits, WORDS=WORDS, SAYS=look is not None and not embedded,
+        _extended, grid, points, *embedding, *single, value, lse, merged, merged_lse, table, sums, copy,
+        tasks, points.shape[-1], len(table), BITS=bits, WORDS=WORDS, COPY=check is not None and not embedded,
         EMBEDDED=embedded, LAYERS=layers, WIDTH=width, HEADS=heads, SLOTS=slots, CHANNELS=channels, S=MERGED,
         C=1 << (channels - 1).bit_length(), D=d, num_warps=4 if embedded and d <= 64 else 8,
     )  # fmt: skip

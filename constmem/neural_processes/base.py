@@ -105,7 +105,7 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
         if log_weight is not None:
             checks.per_point("log_weight", log_weight, x)
             checks.finite("log_weight", log_weight.clamp_min(EMPTY)[..., None], mask)
-        with self._look():
+        with self._verified():
             state: S = self._signed(self._observe(*self._scaled((x, y, mask)), log_weight))
         return state
 
@@ -125,7 +125,7 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
         chunk = self._chunk() if chunk is None else chunk
         checks.positive("chunk", chunk)
         self._check(x, y, mask, chunk=chunk)
-        with self._look():
+        with self._verified():
             state: S = self._signed(self._seen(x, y, mask, chunk))
         return state
 
@@ -178,7 +178,7 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
                 made = self._signed(made)
             return made
 
-        return self._while_looking(extended, updates=x.shape[1:2] == (1,))
+        return self._while_verifying(extended, updates=x.shape[1:2] == (1,))
 
     def predict(self, memory: M, xt: Float[Tensor, "b m x"], *, chunk: int = 4096) -> Distribution:
         """The predictive distribution at the targets, from what `read` gave."""
@@ -199,7 +199,7 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
             self._require_own(state)
             self._check_targets(xt)
 
-        self._while_looking(check)
+        self._while_verifying(check)
         return self.predict(self.read(state), xt, chunk=chunk)
 
     def forward(
@@ -269,7 +269,7 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
 
     def _part(self, chunk: Chunk) -> S:
         """The state of a checked chunk, signed."""
-        with self._look():
+        with self._verified():
             part: S = self._signed(self._observe(*chunk, None))
         return part
 

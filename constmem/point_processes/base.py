@@ -89,7 +89,7 @@ class PointProcess(EventModel, Generic[S]):
 
     def condition(self, events: Events, *, initial: S | None = None, chunk: int = 4096) -> S:
         """The state after these events (and those that `initial` has seen); the chunk changes nothing."""
-        with self._look():
+        with self._verified():
             state = self._begin(events, initial)
             for part in pieces(events, state.last_time, chunk):
                 state = state.moved(part, self._observe(state, part))
@@ -111,7 +111,7 @@ class PointProcess(EventModel, Generic[S]):
             marks: -1 (or None for all) where unknown.
             mask: True = real; where a stream has fewer events than others, the missing ones come last.
         """
-        with self._look():
+        with self._verified():
             self._require_own(state)
             for part in streamed(state.last_time, times, marks, mask, self.num_marks, chunk):
                 if not self._looked:

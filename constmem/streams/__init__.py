@@ -176,7 +176,7 @@ def one_by_one(model: AnyModel, state: Any, places: NDArray[np.int64], x: Tensor
     alike = _row_by_row(model)
     tile = 1024 if alike else 32 if state.nbytes <= SMALL * state.batch else 1
     signature = state.fingerprint
-    with torch.no_grad(), model._look():
+    with torch.no_grad(), model._verified():
         for rows in _rounds(places):
             for start in range(0, len(rows), tile):
                 some = rows[start : start + tile]

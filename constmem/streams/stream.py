@@ -222,7 +222,7 @@ class Stream:
         x, y, mask = given
         if self.forget is None:
             return _Held((self.model.update(held.parts[0], x, y, mask=mask, chunk=chunk),))
-        with self.model._look():
+        with self.model._verified():
             if isinstance(self.forget, Decay):
                 return _Held((self._decayed(held.parts[0], x, y, mask, chunk),))
             parts, filled = held

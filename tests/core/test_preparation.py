@@ -332,13 +332,13 @@ def test_a_mask_that_changes_is_a_change_of_weights(device: str) -> None:
 
 
 @torch.no_grad()
-def test_a_look_at_one_model_is_none_at_another(device: str) -> None:
+def test_one_models_weights_verified_says_nothing_of_anothers(device: str) -> None:
     one, other, (x, y) = small(device), small(device), points(device)
     for _ in range(2):
-        with one._look():
+        with one._verified():
             other.stack.observation.prepared(other.embed)
     one_weight(other)
-    with one._look():
+    with one._verified():
         found = other.stack.observe(torch.cat([x, y], -1), embed=other.embed)
     assert_close(found, effective(other).condition(x.double().cpu(), y.double().cpu()))
 
@@ -386,33 +386,33 @@ def test_every_model_can_be_quantized_and_predicts_about_the_same(name: str) -> 
 
 
 @pytest.fixture
-def looks_later(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Have snapshots look as on a GPU: begun before the work, awaited after it; what was done, in order."""
+def verified_later(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have snapshots verified as on a GPU, from before the work until after it; what was done, in order."""
     done: list[str] = []
     begun: list[Any] = []
 
-    def begin(snapshot: Snapshot, tensors: list[Tensor], *, waits: bool = False) -> bool:
+    def begin(snapshot: Snapshot, tensors: list[Tensor], *, deferred: bool = False) -> bool:  # noqa: ARG001
         done.append("begun")
         begun.append(snapshot.holds(tensors))
         return True
 
-    def held(_: Snapshot) -> bool:
-        done.append("held")
+    def end(_: Snapshot) -> bool:
+        done.append("ended")
         return bool(begun.pop())
 
     monkeypatch.setattr(Snapshot, "on_gpu", True)
     monkeypatch.setattr(Snapshot, "begin", begin)
-    monkeypatch.setattr(Snapshot, "held", held)
+    monkeypatch.setattr(Snapshot, "end", end)
     return done
 
 
-def test_a_look_that_ends_after_the_work_finds_the_same(looks_later: list[str]) -> None:
+def test_weights_verified_after_the_work_are_found_the_same(verified_later: list[str]) -> None:
     model, (x, y) = small(), points()
     with torch.no_grad():
         state = model.condition(x, y)
-        looks_later.clear()
+        verified_later.clear()
         later = model.update(state, x[:, :1], y[:, :1])
-        assert looks_later == ["begun", "held"]
+        assert verified_later == ["begun", "ended"]
         one_weight(model)
         for refused in (lambda: model.update(state, x[:, :1], y[:, :1]), lambda: model.query(state, x)):
             with pytest.raises(ValueError, match="made by other weights"):
@@ -425,7 +425,7 @@ def test_a_look_that_ends_after_the_work_finds_the_same(looks_later: list[str]) 
         assert model.query(new, x).mean.isfinite().all()
 
 
-def test_what_failed_with_weights_that_are_no_more_is_done_again(looks_later: list[str]) -> None:
+def test_what_failed_with_weights_that_are_no_more_is_done_again(verified_later: list[str]) -> None:
     model, (x, y) = small(), points()
     with torch.no_grad():
         model.condition(x, y)
@@ -439,10 +439,10 @@ def test_what_failed_with_weights_that_are_no_more_is_done_again(looks_later: li
                 raise RuntimeError("of the old weights")
             return "done"
 
-        assert model._while_looking(work) == "done"
+        assert model._while_verifying(work) == "done"
         assert seen == [old, model.fingerprint()]
         assert old != seen[1]
         with pytest.raises(ZeroDivisionError):  # and what fails by itself still does, once
-            model._while_looking(lambda: seen.append("more") or 1 // 0)  # type: ignore[func-returns-value]
+            model._while_verifying(lambda: seen.append("more") or 1 // 0)  # type: ignore[func-returns-value]
     assert seen.count("more") == 1
-    assert looks_later.count("begun") == looks_later.count("held")
+    assert verified_later.count("begun") == verified_later.count("ended")

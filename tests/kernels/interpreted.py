@@ -19,7 +19,7 @@ from constmem.core.algebra import EMPTY
 from constmem.core.layers import MLP
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
-from constmem.kernels import cpu, gpu, graphs
+from constmem.kernels import cpu, gpu, snapshot
 from constmem.kernels.paths import GPU, PATHS
 
 SIZES = (1, 1), (2, 2), (3, 65), (1, 300)  # tasks, points
@@ -166,8 +166,8 @@ def extend(*, dim: int, heads: int, slots: int, tasks: int, depth: int) -> dict[
     return errors(extended, second) | {"launches": [embeds.call_count, len(merged)]}
 
 
-def looks() -> dict[str, Any]:
-    """Launches of an update whose weights were seen before; what it says of others, and of numbers not there."""
+def verifies() -> dict[str, Any]:
+    """Launches of an update by weights known before; what it answers to others, and of numbers not there."""
     from constmem.kernels import triton_states
 
     gpu.precision_of = lambda _: "exact"
@@ -261,7 +261,7 @@ def checksum() -> dict[str, Any]:
     for sizes, dtype in (((1,), torch.float32), ((65, 0, 64, 200), torch.float32), ((33, 4), torch.bfloat16),
                          ((64, 3), torch.float64), ((7, 130), torch.int8)):  # fmt: skip
         tensors = [(100 * torch.randn(size)).to(dtype) for size in sizes]
-        wrong["formula"] += graphs.Checksum(tensors)() != mixed(tensors)
+        wrong["formula"] += snapshot.Checksum(tensors)() != mixed(tensors)
         before = kernels.Snapshot(tensors)
         for t in tensors:
             flat = t.view(torch.uint8)
@@ -278,7 +278,7 @@ def checksum() -> dict[str, Any]:
 
 CASES: dict[str, Callable[..., Any]] = {
     case.__name__: case
-    for case in (observe, leaves_out, trained, update, extend, looks, changed, merge, checksum)
+    for case in (observe, leaves_out, trained, update, extend, verifies, changed, merge, checksum)
 }
 
 if __name__ == "__main__":

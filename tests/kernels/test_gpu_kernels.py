@@ -22,6 +22,7 @@ from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
 from constmem.kernels import cpu, gpu, graphs
 from constmem.kernels.paths import GPU
+from constmem.kernels.reference import absorb
 from constmem.neural_processes import cmanp
 
 has_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -43,7 +44,7 @@ def observed(kind: str, precision: str) -> dict[str, Any]:
 
 CASES: dict[str, list[dict[str, Any]]] = {
     "observe": [observed(kind, p) for p in PRECISIONS for kind in KINDS if (kind, p) != ("sharp", "half")],
-    **{name: [{}] for name in ("leaves_out", "trained", "update", "looks", "merge", "changed")},
+    **{name: [{}] for name in ("leaves_out", "trained", "update", "verifies", "merge", "changed")},
     "extend": EXTENDED,
     "checksum": [{}],
 }
@@ -111,10 +112,10 @@ def test_one_point_more_takes_one_launch_and_of_many_tasks_two(interpreted: dict
 
 @pytest.mark.slow
 @has_triton
-def test_an_update_looks_at_the_weights_and_at_its_points_in_the_one_launch_it_takes(
+def test_an_update_verifies_the_weights_and_copies_its_points_in_the_one_launch_it_takes(
     interpreted: dict[str, list[Any]],
 ) -> None:
-    (found,) = interpreted["looks"]
+    (found,) = interpreted["verifies"]
     assert found["failures"] == []
     assert found["launches"] == ["_extended"]
     assert found["value"] < 1e-5
@@ -261,8 +262,8 @@ def test_weights_beyond_the_range_of_float16_get_wider_products() -> None:
         torch.randn(32, 16).double(),
         torch.zeros(32).double(),
     )
-    small = gpu.plan(kernels.absorb(queries, weight, shift), [], "half")
-    large = gpu.plan(kernels.absorb(1e6 * queries, weight, shift), [], "half")
+    small = gpu.plan(absorb(queries, weight, shift), [], "half")
+    large = gpu.plan(absorb(1e6 * queries, weight, shift), [], "half")
     assert small is not None
     assert large is not None
     assert (small.precision, large.precision) == ("half", "tf32")

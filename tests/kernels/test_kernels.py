@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from constmem import kernels
-from constmem.kernels.fused import KERNELS, REFERENCE, Kernel
+from constmem.kernels.fused import KERNELS, REFERENCE, Kernel, choose
 
 Array = NDArray[np.float64]
 NOTHING = -1e30
@@ -177,8 +177,7 @@ def test_gradients_of_parts_are_those_of_the_whole(
         whole_value, whole_lse, whole_grad = (t.to(device) for t in whole)
         n = k.shape[-2]
         parts = [
-            kernels.attend_backward(
-                kernel,
+            kernel.gradients(
                 q,
                 k[:, :, here],
                 v[:, :, here],
@@ -222,31 +221,31 @@ def test_log_weights_have_gradients_too() -> None:
 
 def test_a_cpu_gets_the_fused_kernel_where_it_can() -> None:
     few = inputs(7, 5, "mask", torch.float64, "cpu")
-    assert kernels.choose(*few).name == "fused-cpu"
+    assert choose(*few).name == "fused-cpu"
 
 
 def test_one_point_gets_the_plain_kernel() -> None:
-    assert kernels.choose(*inputs(1, 8, "none", torch.float32, "cpu")) is REFERENCE
+    assert choose(*inputs(1, 8, "none", torch.float32, "cpu")) is REFERENCE
 
 
 def test_a_bias_that_learns_gets_the_plain_kernel() -> None:
     for n in (7, 1100):
         q, k, v, bias = inputs(n, 8, "weights", torch.float32, "cpu")
         assert bias is not None
-        assert kernels.choose(q, k, v, bias.requires_grad_()) is REFERENCE
+        assert choose(q, k, v, bias.requires_grad_()) is REFERENCE
 
 
 def test_mixed_dtypes_get_the_plain_kernel() -> None:
     for n in (7, 1100):
         q, k, v, bias = inputs(n, 8, "none", torch.float32, "cpu")
-        assert kernels.choose(q.double(), k, v, bias) is REFERENCE
+        assert choose(q.double(), k, v, bias) is REFERENCE
 
 
 def test_function_transforms_get_the_plain_kernel() -> None:
     taken = []
 
     def look(k: Tensor) -> Tensor:
-        taken.append(kernels.choose(q, k, k, None))
+        taken.append(choose(q, k, k, None))
         return k
 
     q, k, _, _ = inputs(7, 8, "none", torch.float32, "cpu")
