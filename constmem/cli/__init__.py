@@ -52,7 +52,7 @@ User = Annotated[str | None, typer.Option(help=f"{_OWN}the column that tells seq
 Mark = Annotated[str | None, typer.Option(help=f"{_OWN}the column of kinds, any text; - for none.")]
 Time = Annotated[str | None, typer.Option(help=f"{_OWN}the column of times, numbers or ISO dates.")]
 Unit = Annotated[str | None, typer.Option(help=f"{_OWN}the unit of its times; second if not given.")]
-End = Annotated[str | None, typer.Option(help=f"{_OWN}when the watch ended, or last: with the last event.")]
+End = Annotated[str | None, typer.Option(help=f"{_OWN}when observation ended, or last: with the last event.")]
 Split = Annotated[
     str | None,
     typer.Option(help="Of a file: split by group (rows) or sequence (events), the default, or by time."),

@@ -200,7 +200,7 @@ def serve(
     ] = None,
     body: Annotated[int, typer.Option(min=1, help="MB a request may have.")] = 1,
     rows: Annotated[int, typer.Option(min=1, help="Rows, targets or keys of a request.")] = 10_000,
-    waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are sent away.")] = 1024,
+    waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are refused.")] = 1024,
     streams: Annotated[int, typer.Option(min=1, help="Streams the store may hold.")] = 10_000_000,
     seconds: Annotated[float, typer.Option(min=0.1, help="For a body to arrive, and for an answer.")] = 30.0,
     memory: Memory = 256,

@@ -1,4 +1,4 @@
-"""Checks at the public border: what is wrong, where, and what to do about it."""
+"""Checks of what users give: what is wrong, where, and what to do about it."""
 
 import difflib
 from collections.abc import Mapping, Sequence, Set
@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-FEW = 32  # numbers that are looked at one by one
+FEW = 32  # numbers that are checked one by one
 LONGEST = 1000  # letters of names in a message: those of a damaged file have no end
 
 
@@ -50,7 +50,7 @@ def largest(dtype: torch.dtype) -> float:
 
 
 def _fits(tensor: Tensor, limit: float) -> bool:
-    """Whether surely no number is beyond the limit: a few are looked at one by one, outside of PyTorch."""
+    """Whether surely no number is beyond the limit: a few are checked one by one, outside of PyTorch."""
     if tensor.numel() <= FEW:
         return fit(tensor.reshape(-1).tolist(), limit)  # on a GPU, too: copied in the time a sum would be
     wide = torch.promote_types(tensor.dtype, torch.float32)
@@ -89,7 +89,7 @@ def first_not_finite(named: Mapping[str, Tensor]) -> str | None:
 
 
 def traced(device: torch.device | None = None) -> bool:
-    """Whether numbers cannot be looked at: a compiler, a function transform or a capture is at work."""
+    """Whether numbers cannot be checked: a compiler, a function transform or a capture is at work."""
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
         return True
     return device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -106,7 +106,7 @@ def named(found: Mapping[str, Tensor], needed: Set[str], allowed: Set[str] = fro
     if missing := needed - found.keys():
         raise ValueError(f"lacks {sorted(missing)}")
     if unknown := found.keys() - needed - allowed:
-        raise ValueError(f"holds {sorted(unknown)[:5]}, which nobody knows")
+        raise ValueError(f"holds tensors of unknown names: {sorted(unknown)[:5]}")
 
 
 def remembered(found: Mapping[str, Tensor]) -> None:
@@ -121,7 +121,7 @@ def remembered(found: Mapping[str, Tensor]) -> None:
 
 
 def tensors(**given: object) -> None:
-    """Refuse whatever is no tensor."""
+    """Refuse what is not a tensor."""
     for name, value in given.items():
         if not isinstance(value, Tensor):
             kind = type(value).__name__

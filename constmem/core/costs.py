@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-WORTH_ASKING = 2**28  # bytes below which nobody is asked: small inputs should cost nothing
+WORTH_ASKING = 2**28  # bytes below which free memory is not checked: small inputs should cost nothing
 _CGROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (
@@ -36,7 +36,7 @@ class Needs(NamedTuple):
 
 
 def available(device: torch.device) -> int | None:
-    """Bytes free on a device, with what PyTorch has only cached there; None if nobody knows."""
+    """Bytes free on a device, with what PyTorch has only cached there; None if that is not known."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -49,7 +49,7 @@ def available(device: torch.device) -> int | None:
 class Peak:
     """The most bytes a GPU has held since this was made, beyond those it held then.
 
-    Data and weights that are there already do not count. None where nobody counts: on a CPU.
+    Data and weights that are there already do not count. None where that is not counted: on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,7 +68,7 @@ class Peak:
 def require_room(needed: int, device: torch.device, what: str) -> None:
     """Refuse work that would need more than there is, saying how much of both.
 
-    Nobody is asked while work is compiled or captured, and so not when that is run either: ask before.
+    Nothing is checked while work is compiled or captured, and so not when that is run either: check before.
 
     Args:
         needed: bytes at the worst moment, as estimated.

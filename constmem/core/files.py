@@ -186,7 +186,7 @@ def read_tensors(
             for name in names:
                 if max(file.get_slice(name).get_shape(), default=0) > LARGEST_SIZE:
                     raise ValueError(
-                        f"{path} is damaged: the size of {name!r} is absurd; write the {kind} again"
+                        f"{path} is damaged: the size of {name!r} is impossible; write the {kind} again"
                     )
             tensors = {name: file.get_tensor(name).clone() for name in names}  # which do not need the file
     except (SafetensorError, OSError, RuntimeError) as error:
@@ -212,7 +212,7 @@ def _require_kind(path: Path | str, header: dict[str, str], kind: str, version: 
 
 
 def _require_whole(path: Path, expected: str | None, kind: str) -> None:
-    """Refuse a file whose bytes are not those that were written; warn if nobody knows."""
+    """Refuse a file whose bytes are not those that were written; warn where there is no checksum."""
     if expected is None:
         warnings.warn(
             f"{path} has no checksum, as older versions wrote none: damage to it goes unnoticed; "

@@ -111,7 +111,7 @@ _RENEW = BasePruningMethod, WeightNorm, SpectralNorm
 
 
 def refreshed(module: AnyModule) -> AnyModule:
-    """The module, after pruning and older normalisations of weights, which hook calls, did so anew."""
+    """The module, after pruning and older normalisations of weights, which hook calls, were applied again."""
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, _RENEW):
             hook(module, ())

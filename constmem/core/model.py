@@ -89,7 +89,7 @@ class Model(nn.Module, ABC):
     def fingerprint(self) -> str:
         """A short name for the configuration, weights and units that states depend on.
 
-        It is computed anew when any bit of them has changed, by whatever means.
+        It is computed again when any bit of them has changed, by any means.
         """
         known = self._signature
         if known is not None and known[0].fresh:
@@ -245,7 +245,7 @@ class Model(nn.Module, ABC):
             raise ValueError(f"the state is on {where}, the model on {device}: use state.to({str(device)!r})")
         if known is not None and known[1] == name and known[0].fresh:
             return
-        if not name or checks.traced(device):  # nobody knows, or it has seen nothing
+        if not name or checks.traced(device):  # not known, or it has seen nothing
             return
         if name != (own := self.fingerprint()):
             raise ValueError(

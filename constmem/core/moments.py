@@ -25,7 +25,7 @@ class Moments(Monoid):
         cross: (*b, p, k) sum of weight * phi y'.
         square: (*b, k) sum of weight * y².
         count: (*b,) sum of the weights; the number of rows if none were given.
-        fingerprint: which weights made the features; None when nobody knows.
+        fingerprint: which weights made the features; None where unknown.
 
     Example:
         >>> phi, y = torch.randn(9, 3), torch.randn(9, 2)

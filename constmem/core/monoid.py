@@ -32,10 +32,10 @@ class State(ABC):
     VERSION: ClassVar[int] = 1  # of its files
     AXES: ClassVar[str]  # what the numbers of `layout` are
     LEAD: ClassVar[str] = "count"  # the tensor whose batch and device are the state's
-    WEIGHTED: ClassVar[bool] = False  # whether points may count more or less, and so be forgotten by and by
+    WEIGHTED: ClassVar[bool] = False  # whether points may count more or less, and so be forgotten gradually
 
     count: Int[Tensor, "..."]  # how many points each task has seen
-    fingerprint: str | None  # which weights made it; NOTHING of nothing seen, None when nobody knows
+    fingerprint: str | None  # which weights made it; NOTHING of nothing seen, None where unknown
 
     @property
     @abstractmethod

@@ -42,7 +42,7 @@ class _Kept(NamedTuple):
     where: str
     settings: tuple[object, ...]
     weights: Snapshot
-    known: Snapshot | None  # the caller's own of these weights and more: while that is fresh, nobody looks
+    known: Snapshot | None  # the caller's, of these weights and more: while it is fresh, they hold
     prepared: Prepared
 
     def serves(self, embed: MLP | None) -> bool:

@@ -23,7 +23,7 @@ class AttentionState(Monoid):
         value: (b, *h, s, c) what each slot reads from the points; 0 where nothing was seen.
         lse: (b, *h, s) natural logarithm of each slot's softmax normaliser; `EMPTY` for nothing.
         count: (b,) number of points seen.
-        fingerprint: which weights made this state; `NOTHING` of nothing seen, None when nobody knows.
+        fingerprint: which weights made this state; `NOTHING` of nothing seen, None where unknown.
         low: what float32 could not hold of value and lse, on devices without float64.
 
     Example:

@@ -48,7 +48,7 @@ class Sequences:
     unknown: int = 0
 
     def events(self, unit: str) -> Events:
-        """As one padded batch; watches begin with their first events, and when they end is not known."""
+        """As one padded batch; observation begins with the first events, and when it ends is not known."""
         return Events.from_arrival_times(self.times, marks=self.marks, unit=unit, num_marks=self.num_marks)
 
 

@@ -86,7 +86,7 @@ class EventLog:
             user, mark, time: names of columns; by default as in the JODIE layout (user_id, item_id,
                 timestamp and what else they are called). "-": there are no users (one sequence), no marks.
             unit: of the times, or to count dates in ("second" by default).
-            end: when the watch over all sequences ended, a number or a date, or "last": with the last event.
+            end: when observation of all sequences ended, a number or a date, or "last": with the last event.
             by: split the sequences, or the time.
         """
         path = Path(path)
@@ -181,7 +181,7 @@ def _drawn(events: Events, name: str) -> Int64[Tensor, " b"]:
 
 
 def _between(events: Events, start: float, stop: float) -> Events:
-    """The events at or after one moment and before another, each watched from the event before its first."""
+    """The events at or after one moment and before another, each observed from the event before its first."""
     times, marks, starts, ends = [], [], [], []
     for k, count in enumerate(events.lengths.tolist()):
         row = events.times[k, :count]
@@ -199,7 +199,7 @@ def _between(events: Events, start: float, stop: float) -> Events:
 
 
 def _until(events: Events, end: str | None, where: str) -> Events:
-    """The same events, watched until `end`."""
+    """The same events, observed until `end`."""
     if end is None:
         return events
     last = float(events.times[events.mask].max())

@@ -271,7 +271,7 @@ def opened_face(content: bytes, what: str, *, remedy: str) -> Iterator[Any]:
     except ImportError as error:
         raise ImportError("JPEG files are read with pillow: pip install 'constmem[data]'") from error
     try:
-        with JpegImageFile(io.BytesIO(content)) as opened:  # no other format, whatever the file says
+        with JpegImageFile(io.BytesIO(content)) as opened:  # no other format, even if the file claims one
             if opened.size != (WIDTH, HEIGHT):
                 raise ValueError(
                     f"{what} is {opened.size[0]}x{opened.size[1]}, but the aligned CelebA faces are "

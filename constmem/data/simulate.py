@@ -54,7 +54,7 @@ class Process(ABC):
 
     @abstractmethod
     def _hazards(self, events: Events) -> Hazards:
-        """Of given events; what it says of padding is not looked at."""
+        """Of given events; what it says of padding is ignored."""
 
     def sample(
         self,
@@ -65,10 +65,10 @@ class Process(ABC):
         generator: torch.Generator,
         unit: str = "unit",
     ) -> Events:
-        """Sequences watched from 0 until t_end, or until each has num_events; on the generator's device."""
+        """Sequences observed from 0 until t_end, or until each has num_events; on the generator's device."""
         checks.positive("num_sequences", num_sequences)
         if (t_end is None) == (num_events is None):
-            raise ValueError("give t_end or num_events, and not both: one of them says when a watch ends")
+            raise ValueError("give t_end or num_events, and not both: one of them says when a sequence ends")
         if num_events is not None:
             checks.positive("num_events", num_events)
         if t_end is not None and not (isfinite(t_end) and t_end > 0):

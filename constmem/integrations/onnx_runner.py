@@ -206,7 +206,7 @@ class EventRunner(Exported):
 
     Args:
         folder: one that `constmem export --to onnx` wrote of a CMHP.
-        start: when each watch began, one number a stream.
+        start: when each observation began, one number a stream.
     """
 
     KIND = "events"

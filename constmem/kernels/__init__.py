@@ -8,7 +8,7 @@
 - `Graphs` captures what a model does over and over on a GPU.
 
 All but the first return None where no such path serves, and PyTorch's operators do. A path that fails says so
-in one line of the log and is not tried again: `PATHS` shows why (`failed`), `reset()` has them tried anew.
+in one line of the log and is not tried again: `PATHS` shows why (`failed`), `reset()` forgets it.
 """
 
 from collections.abc import Callable, Sequence
@@ -155,7 +155,7 @@ def chunk(dtype: torch.dtype, device: torch.device) -> int | None:
 
 
 def reset() -> None:
-    """Have all paths tried anew, as in a new process."""
+    """Let all paths be tried again, as in a new process."""
     for path in PATHS:
         path.reset()
     library.cache_clear()

@@ -296,5 +296,5 @@ def _taken(size: int) -> mmap.mmap:
 
 
 def _leave(memory: mmap.mmap) -> None:
-    """Keep a piece that nobody looks at any more, in place of the one kept before."""
+    """Keep a piece that is no longer used, in place of the one kept before."""
     _left[:] = [memory]

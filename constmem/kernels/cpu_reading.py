@@ -62,7 +62,7 @@ def serves(x: Tensor) -> bool:
         or torch._C._is_tracing()
         or torch._C._functorch.maybe_current_level() is not None
         or forward_ad._current_level >= 0
-        or torch._C._len_torch_dispatch_stack()  # somebody counts operators
+        or torch._C._len_torch_dispatch_stack()  # operators are being counted or traced
         or torch.is_autocast_enabled("cpu")
     )
     return not watched and x.dtype == torch.float32 and x.is_cpu and cpu.library() is not None
@@ -73,7 +73,7 @@ class Program:
 
     Args:
         layers: one after another.
-        modules: all that these are made of, down to linear maps: `holds` looks at them and their parameters.
+        modules: all that these are made of, down to linear maps: `holds` checks them and their parameters.
 
     Attributes:
         modules: the same.
@@ -161,7 +161,7 @@ class Program:
         return [*chain.from_iterable(map(dict.values, self._parts))]
 
     def _fits(self, layer: Layer) -> bool:
-        """Whether machine code finds as many numbers as it will look for."""
+        """Whether machine code finds as many numbers as it will read."""
         kind, weights, heads, eps, normed = layer
         width, square = self._width, self._width**2
         sizes = [width, width]

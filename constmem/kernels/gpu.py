@@ -90,7 +90,7 @@ def merging() -> Any:
 
 
 def forget() -> None:
-    """Ask anew for kernels and GPUs."""
+    """Forget which kernels and GPUs were found."""
     for known in (_able, observing):
         known.cache_clear()
 

@@ -1,6 +1,6 @@
 """Work of small launches on a GPU, captured in a CUDA graph when it comes again, and replayed.
 
-A graph reads weights where they lie, so training in place is seen; it is captured anew for other shapes,
+A graph reads weights where they lie, so training in place is seen; it is captured again for other shapes,
 other precisions and weights that lie elsewhere. What it returns is a copy: nothing a caller holds is ever
 written to again.
 """

@@ -65,7 +65,7 @@ def _constant(function: F) -> F:
 
 @_constant
 def _coarse() -> bool:
-    """Whether products of float32 may be rounded; compiled code is made anew when that changes."""
+    """Whether products of float32 may be rounded; code is compiled again when that changes."""
     return torch.get_float32_matmul_precision() != "highest"
 
 

@@ -23,7 +23,7 @@ import torch
 from torch.autograd import forward_ad
 
 BUILDS = 8  # kept in the cache
-UNUSED = 3600.0  # seconds after which nobody is about to open a build that is one too many
+UNUSED = 3600.0  # seconds after which a build beyond `BUILDS` may be deleted: no process is about to open it
 SOURCE = pathlib.Path(__file__).with_name("native.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread")
 POINTER, NUMBER = ctypes.c_void_p, ctypes.c_int64
@@ -78,7 +78,7 @@ class Path:
         """What `work` gives; None if it fails, but for want of memory: after that it is not tried again."""
         try:
             return work()
-        except Exception as error:  # whatever a compiler or a driver comes up with
+        except Exception as error:  # a compiler or a driver may raise anything
             if isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(error):
                 raise  # as drivers say it, too
             self.failed = f"{type(error).__name__}: {error}"
@@ -195,7 +195,7 @@ def cache_folder() -> pathlib.Path:
 
 
 def _folder() -> pathlib.Path:
-    """The cache folder, if nobody else can write to it; otherwise a private one, and a line in the log."""
+    """The cache folder, if no other user can write to it; otherwise a private one, and a line in the log."""
     try:
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -214,7 +214,7 @@ _private: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def _own(path: pathlib.Path) -> bool:
-    """Whether it is the user's, and nobody else may write to it."""
+    """Whether it is the user's, and no other user may write to it."""
     about = path.lstat()
     return not hasattr(os, "geteuid") or (about.st_uid == os.geteuid() and not about.st_mode & 0o022)
 

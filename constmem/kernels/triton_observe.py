@@ -22,7 +22,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-# Numbers that change from call to call are not specialised on: nobody waits for a compiler in a stream.
+# Numbers that change from call to call are not specialised on: a stream should not wait for a compiler.
 NOTHING = tl.constexpr(-(2.0**99))  # below the score of any point, above what masks add to one
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 

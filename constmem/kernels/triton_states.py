@@ -90,7 +90,7 @@ def _taken(
     HEADS: tl.constexpr, SLOTS: tl.constexpr, CHANNELS: tl.constexpr, S: tl.constexpr, C: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
-    """A few slots of one head after one more point (or its token), for every so manieth task."""
+    """A few slots of one head after one more point (or its token), for every task of a stride."""
     own, head = tl.program_id(0) * S + tl.arange(0, S), tl.program_id(1)
     cs, dims, there = tl.arange(0, C), tl.arange(0, D), own < SLOTS
     used, real = (dims < WIDTH)[None, :], there[:, None] & (cs < CHANNELS)[None, :]

@@ -225,7 +225,7 @@ class PointModel(Model, Generic[S]):
             self._compare_with_domain(name, points, mask)
 
     def _due(self) -> bool:
-        """Whether a single point is to be looked at: not every one is, since that takes 10 us."""
+        """Whether a single point is to be checked: not every one is, since that takes 10 us."""
         self._calls[0] += 1
         return self._calls[0] % 64 == 1
 
@@ -257,7 +257,7 @@ class PointModel(Model, Generic[S]):
 
     def _check_values(self, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> None:
         """Refuse numbers that are not finite as the model takes them, `chunk` points at a time."""
-        if checks.traced(self.device):  # where values cannot be looked at
+        if checks.traced(self.device):  # where values cannot be checked
             return
         if self.device.type == "cuda" and checks.surely_finite(*self._taken(x, y)):
             return

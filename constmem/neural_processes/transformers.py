@@ -115,7 +115,7 @@ class Levels(NamedTuple):
 class LBANP(LevelProcess[StoredPoints, Tensor], StoringProcess[Tensor]):
     """A neural process whose queries take constant memory, while every update goes through all data again.
 
-    The latents of each layer look at the data anew, so there is no smaller state than the data.
+    The latents of each layer read the data again, so there is no smaller state than the data.
 
     Args:
         num_latents: learned vectors that attend to the data.

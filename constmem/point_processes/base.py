@@ -57,7 +57,7 @@ class PointProcess(EventModel, Generic[S]):
     # What follows
 
     def empty(self, start: Moments, *, last_time: Moments | None = None) -> S:
-        """The state of having seen nothing of streams whose watch began at `start`.
+        """The state of having seen nothing of streams whose observation began at `start`.
 
         Args:
             start: one time, or one for each stream.
@@ -71,7 +71,7 @@ class PointProcess(EventModel, Generic[S]):
         """The state of exactly these events: states of consecutive parts of a stream `merge`.
 
         Args:
-            start: when the watch over the whole stream began, if these events are a later part of it; its
+            start: when observation of the whole stream began, if these events are a later part of it; its
                 t_start is then the time of the event before, as `Events.window` has it.
 
         Example:
@@ -164,7 +164,7 @@ class PointProcess(EventModel, Generic[S]):
         """Minus the mean over scored events of the log-probability of gap and mark.
 
         Args:
-            reads: the share of events to take the mean over, drawn anew each time: an estimate that costs
+            reads: the share of events to take the mean over, drawn again each time: an estimate that costs
                 less where reading a state is the larger part of the work.
             generator: for the draw and for dropout.
         """
@@ -204,7 +204,7 @@ class PointProcess(EventModel, Generic[S]):
     # Inside
 
     def _nothing(self, start: Float64[Tensor, " b"], last_time: Float64[Tensor, " b"]) -> S:
-        """The state of having seen nothing, which nobody has signed."""
+        """The state of having seen nothing, without a fingerprint."""
         zero = torch.zeros_like(start, dtype=torch.int64)
         mark, memory = torch.full_like(zero, NOTHING), self._blank(len(start))
         return self.state_type(  # type: ignore[return-value]
@@ -256,7 +256,7 @@ class PointProcess(EventModel, Generic[S]):
         return time, torch.where(known, mark, 0.0), state.moved(chunk, memory)
 
     def _survival(self, state: S, events: Events) -> Tensor | None:
-        """The log-probability of nothing from the last event to the end of the watch."""
+        """The log-probability of nothing from the last event to the end of the observation."""
         if events.t_end is None:
             return None
         left = (events.t_end - state.last_time).clamp_min(0.0)

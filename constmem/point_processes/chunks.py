@@ -20,7 +20,7 @@ from constmem.kernels import accumulate
 from constmem.point_processes.events import Events
 from constmem.point_processes.padding import NOTHING, UNKNOWN, exact, numbers, out_of_range, refuse
 
-FEW = 32  # events that are looked at one by one
+FEW = 32  # events that are checked one by one
 Recent = tuple[Float64[Tensor, "b k"], Float64[Tensor, "b k"], Int64[Tensor, "b k"]]  # times, gaps, marks
 Score = Callable[..., tuple[Tensor, Tensor, Any]]  # (state, chunk, wanted) to log-probabilities and a state
 

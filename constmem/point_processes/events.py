@@ -34,8 +34,8 @@ class Events:
         times: absolute, in `unit`, never decreasing along a sequence; padding repeats the last real time.
         marks: the kind of each event, 0 to num_marks - 1; -1 where unknown and in padding.
         mask: True = real.
-        t_start: when the watch over each sequence began.
-        t_end: when it ended, or None where nobody knows; nothing happened between the last event and t_end.
+        t_start: when the observation of each sequence began.
+        t_end: when it ended, or None where unknown; nothing happened between the last event and t_end.
         unit: of all times, such as "second" or "hour".
         num_marks: how many kinds there are.
 
@@ -78,11 +78,11 @@ class Events:
 
         Args:
             times: one sequence of never decreasing numbers for each sequence of events. One without
-                events is a watch in vain: it needs a t_start. Whole numbers that float64 would round, such
+                events needs a t_start. Whole numbers that float64 would round, such
                 as nanoseconds since 1970, are refused: count them from the start of their sequence.
             marks: as many whole numbers each; -1 where unknown. Where none are given, all events are of
                 the one kind there is, or unknown if num_marks says that there are more.
-            t_start: one number, or one a sequence. By default a watch begins with its first event, whose
+            t_start: one number, or one a sequence. By default it begins with its first event, whose
                 gap is then 0: it is given, and events from the second on are predicted.
             t_end: one number, or one a sequence; None: unknown.
             unit: of all times.
@@ -93,7 +93,7 @@ class Events:
             for k, row in enumerate(rows):
                 if not len(row):
                     raise ValueError(
-                        f"sequence {k} has no events, so that nobody knows when its watch began: "
+                        f"sequence {k} has no events, so it is not known when its observation began: "
                         "give t_start=, or leave the sequence out"
                     )
             t_start = torch.stack([row[0] for row in rows]) if rows else []
@@ -211,9 +211,9 @@ class Events:
         return self._with(**{name: getattr(self, name)[:, :width] for name in PADDED})
 
     def window(self, start: int, stop: int) -> "Events":
-        """The events from place start to before stop, watched from the event before the first.
+        """The events from place start to before stop, observed from the event before the first.
 
-        The watch ends at t_end where nothing follows, else nobody knows when.
+        Observation ends at t_end where nothing follows; else its end is unknown.
         """
         parts = {name: getattr(self, name)[:, start:stop] for name in PADDED}
         t_start = self.times[:, start - 1] if start else self.t_start

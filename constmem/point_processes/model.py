@@ -31,7 +31,7 @@ class Prediction:
 
     Attributes:
         gap: the time until it, in the data's unit; a batch (b,) of streams or (b, t) of prefixes.
-        last_time: when the event before it was (or the watch began): what the gap is added to.
+        last_time: when the event before it was (or observation began): what the gap is added to.
         features, mark_head, scale: what its mark is predicted from.
     """
 
@@ -267,7 +267,7 @@ class EventModel(Model):
             raise ValueError(
                 f"an event is {span:.3g} after the start of its stream, {span / typical:.3g} times as long "
                 f"as a typical gap ({typical:.3g}): so far from it float64 rounds gaps away; look for a "
-                "wrong time, or begin the stream anew with a later t_start"
+                "wrong time, or begin a new stream with a later t_start"
             )
 
     def _look_at(self, gaps: Tensor) -> None:

@@ -15,7 +15,7 @@ Given = NDArray[Any] | Sequence[Any] | int | float  # numbers that are no tensor
 Sequences = Iterable[Any]  # of sequences of numbers: lists, arrays or tensors
 Bounds = Given | Tensor | None
 Fault = tuple[Tensor, Callable[[int, int], str]]  # where something is wrong, and what to say of a place
-UNKNOWN, NOTHING = -1, -2  # a mark that nobody knows; no event yet
+UNKNOWN, NOTHING = -1, -2  # an unknown mark; no event yet
 
 
 def numbers(name: str, given: Any) -> Tensor:

@@ -26,7 +26,7 @@ class EventState(State):
     """All that a model remembers of a batch of event streams; immutable.
 
     Attributes:
-        start: when each watch began; times are counted from there.
+        start: when each observation began; times are counted from there.
         last_time, last_gap: of the last event; `start` and 0 before any.
         last_mark: -1 for an unknown mark, -2 before any event.
         count: how many events were seen.
@@ -219,14 +219,14 @@ class ConstantState(EventMonoid):
             k = int(held[0])
             raise ValueError(
                 f"the part to remove from stream {k} holds its last event, at {self.last_time[k].item()}: "
-                "nobody remembers the one before: remove earlier events, or condition again on those to keep"
+                "the one before it is not kept: remove earlier events, or condition again on those to keep"
             )
         left = self.attention.remove(other.attention, max_share=max_share)
         memory = {"value": left.value, "lse": left.lse}
         if RECENT[0] in self.memory:
             pairs = zip(self._remembered, other._remembered, strict=True)
             same = [mine[:, :, None] == theirs[:, None, :] for mine, theirs in pairs]
-            gone = (same[0] & same[1] & same[2]).any(-1)  # whoever removes them remembers them too
+            gone = (same[0] & same[1] & same[2]).any(-1)  # the part that is removed remembers them too
             memory |= _recent(*newest(without(self._remembered, gone)))
         return replace(self, count=left.count, memory=memory)
 
@@ -236,7 +236,7 @@ class StoredEvents(EventMonoid):
     """A state that keeps every event, with its keys and values in all layers: it grows with the stream.
 
     Merging concatenates the events. Keys and values of the later part were computed without the earlier one:
-    they are computed anew when the merged state is first used.
+    they are computed again when the merged state is first used.
     """
 
     AXES: ClassVar[str] = "(layers, 2, width)"

@@ -53,7 +53,7 @@ class Token:
 
 
 class Tokens:
-    """The tokens that are known, by digests; without any, whoever reaches the service may do all.
+    """The tokens that are known, by digests; without any, every client may do everything.
 
     A file of them is JSON: [{"token": "...", "prefix": "ann/", "scopes": ["read", "write"]}]. Instead of a
     token its digest may stand there, "sha256": "...".
@@ -96,7 +96,7 @@ class Tokens:
 
 def _entry(entry: Any) -> tuple[bytes, Token]:
     if unknown := entry.keys() - {"token", "sha256", "prefix", "scopes"}:
-        raise ValueError(f"nobody knows {sorted(unknown)[0]!r}")
+        raise ValueError(f"unknown field {sorted(unknown)[0]!r}")
     scopes, prefix = entry.get("scopes", list(SCOPES)), entry.get("prefix", "")
     if not isinstance(scopes, list) or not scopes or not set(scopes) <= set(SCOPES):
         raise ValueError(f"scopes are {SCOPES}, not {scopes!r}")

@@ -140,7 +140,7 @@ class Batches:
         answers, self._answers = self._answers, []
         if answers:
             loop = answers[0][0].done.get_loop()
-            with suppress(RuntimeError):  # it is closed: nobody waits any more
+            with suppress(RuntimeError):  # it is closed: no client waits any more
                 loop.call_soon_threadsafe(_resolve, answers)
 
     def _observe(self, requests: list[Observe]) -> None:
@@ -218,7 +218,7 @@ class Batches:
 
 def _resolve(answers: list[tuple[Any, Any]]) -> None:
     for each, answer in answers:
-        if each.done.done():  # whoever asked has gone
+        if each.done.done():  # the client has gone
             continue
         if isinstance(answer, Failure):
             each.done.set_exception(answer)
@@ -227,7 +227,7 @@ def _resolve(answers: list[tuple[Any, Any]]) -> None:
 
 
 def _failure(error: Exception) -> Failure:
-    """An error in words for a client; what nobody expected is logged, and not shown."""
+    """An error in words for a client; unexpected ones are logged, and not shown."""
     if isinstance(error, Failure):
         return error
     if isinstance(error, KeyError):

@@ -96,7 +96,7 @@ def hosted(folder: Path, port: int = 0) -> Iterator[ThreadingHTTPServer]:
 
 
 def show_page(port: int) -> None:
-    """Write the page to a temporary folder, and serve it until somebody stops this."""
+    """Write the page to a temporary folder, and serve it until this is stopped."""
     folder = Path(tempfile.mkdtemp(prefix="constmem-page-"))
     try:
         with hosted(write_page(folder), port) as server:

@@ -227,7 +227,7 @@ def run(service: Service, host: str, port: int, *, log_level: str = "warning") -
     import uvicorn
 
     gc.collect()
-    gc.freeze()  # what is there for good need not be looked at by each collection
+    gc.freeze()  # what stays need not be visited by each collection
     uvicorn.run(
         service, host=host, port=port, log_level=log_level, access_log=False, timeout_keep_alive=30,
         limit_concurrency=4 * service.limits.waiting, timeout_graceful_shutdown=int(service.limits.seconds),

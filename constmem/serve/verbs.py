@@ -38,11 +38,11 @@ class Verbs:
         }
 
     def __call__(self, verb: str, token: Token, body: Body) -> Any:
-        """Have a verb done, or refuse what nobody knows: it may be a typing error."""
+        """Run a verb, or refuse unknown fields: they may be typing errors."""
         names = self.schemas[verb][1]
         if unknown := body.keys() - names.keys():
             word = sorted(unknown)[0][:40]
-            raise Failure(422, "refused", f"nobody knows {word!r} here: there are {', '.join(names)}")
+            raise Failure(422, "refused", f"unknown field {word!r}: there are {', '.join(names)}")
         return self._calls[verb](token, body)
 
     def _schemas(self) -> dict[str, tuple[str, dict[str, Any], list[str]]]:
@@ -57,14 +57,14 @@ class Verbs:
         targets = {} if self.rows.events else {"x": _listed(x)}
         many = {"keys": _listed(KEY)}
         return {
-            "observe": ("Take in a row.", {"key": KEY, first: x, second: y} | SOURCE, ["key", *needed]),
-            "predict": ("Predict what a stream says.", {"key": KEY} | targets, ["key", *targets]),
+            "observe": ("Add a row.", {"key": KEY, first: x, second: y} | SOURCE, ["key", *needed]),
+            "predict": ("Predict from a stream.", {"key": KEY} | targets, ["key", *targets]),
             "bulk/observe": (
-                "Take in rows of any streams, as columns.",
+                "Add rows of any streams, as columns.",
                 many | {first: _listed(x), second: _listed(y)} | SOURCE,
                 ["keys", *needed],
             ),
-            "bulk/predict": ("Predict what streams say.", many | targets, ["keys", *targets]),
+            "bulk/predict": ("Predict from any streams.", many | targets, ["keys", *targets]),
             "create": (
                 "A new stream.", {"key": KEY} | ({"start": number} if self.rows.events else {}), ["key"]
             ),
@@ -74,9 +74,9 @@ class Verbs:
                 {"prefix": TEXT, "after": TEXT, "most": {"type": "integer", "minimum": 1}},
                 [],
             ),
-            "merge": ("Take in what another has seen.", {"key": KEY, "other": KEY}, ["key", "other"]),
+            "merge": ("Add what another has seen.", {"key": KEY, "other": KEY}, ["key", "other"]),
             "fork": ("A new stream that has seen what another has.", {"key": KEY, "to": KEY}, ["key", "to"]),
-            "delete": ("Let go of a stream.", {"key": KEY}, ["key"]),
+            "delete": ("Delete a stream.", {"key": KEY}, ["key"]),
         }  # fmt: skip
 
     def _observe(self, token: Token, body: Body) -> Any:

@@ -50,7 +50,7 @@ class Table(ABC):
 
 @runtime_checkable
 class Estimator(Protocol):
-    """Whatever says how it is held by key."""
+    """What can be held by key: an estimator that says how."""
 
     def by_key(self) -> Table:
         """What a pool needs of it."""
@@ -71,7 +71,7 @@ def by_key(model: Any) -> AnyModel | Table:
 
 
 def listed(keys: Sequence[Hashable]) -> list[Hashable]:
-    """Keys as a list, of whatever they are."""
+    """Keys as a list, of any type."""
     if isinstance(keys, str | bytes):
         raise TypeError(f"keys must be a list with one key for each row, not the text {keys!r}: [{keys!r}]")
     try:
@@ -168,9 +168,8 @@ def one_by_one(model: AnyModel, state: Any, places: NDArray[np.int64], x: Tensor
     """A batch of states with more rows, each taken by itself, in order: `places` says whose each is.
 
     The first rows of all streams are taken together, then the second ones, in batches of one size where that
-    matters to the last bit. So
-    every bit of a state depends on the rows of its own stream alone, on one machine: not on which calls they
-    came in, nor on what came for other streams beside them.
+    matters to the last bit. So every bit of a state depends on the rows of its own stream alone, on one
+    machine: not on which calls they came in, nor on what came for other streams beside them.
     """
     table = {name: t.clone(memory_format=torch.contiguous_format) for name, t in state.tensors().items()}
     alike = _row_by_row(model)

@@ -162,7 +162,7 @@ class Database:
         self._sqlite.executemany("insert or replace into sources values (?, ?)", positions.items())
 
     def check(self) -> None:
-        """Look at every page and every checksum; raises where something is damaged."""
+        """Verify every page and every checksum; raises where something is damaged."""
         with self._clear():
             found = [row[0] for row in self._sqlite.execute("pragma integrity_check(3)")]
             if found != ["ok"]:
@@ -171,7 +171,7 @@ class Database:
                 list(self.states([key]))
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         with self._clear():
             self._sqlite.close()
 

@@ -1,4 +1,4 @@
-"""States in memory over a database: rows go to a journal at once, states to the file by and by."""
+"""States in memory over a database: rows go to a journal at once, states to the file later."""
 
 import json
 from collections.abc import Hashable, Iterable, Sequence
@@ -150,7 +150,7 @@ class Journaled:
         self._written(names)
 
     def delete(self, names: list[Hashable]) -> None:
-        """Let go of streams that there are, in the file at once."""
+        """Delete existing streams, in the file at once."""
         with self.database.transaction():
             self.database.append(self._last + 1, packed({}, _header("delete", names)))
             self.database.delete_states(names)
@@ -219,7 +219,7 @@ class Journaled:
             self._waiting -= self._rows.pop(number)
 
     def _make_room(self, number: int, needed: set[Hashable]) -> None:
-        """Let go of the least used streams, so that so many fit."""
+        """Drop the least used streams from memory, so that this many fit."""
         excess = len(self._upto) + number - self.most
         if excess <= 0:
             return

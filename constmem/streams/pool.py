@@ -73,8 +73,8 @@ class StreamPool:
         Args:
             keys: one for each row, texts or whole numbers.
             x, y: of points (rows, channels), or (rows,) of one channel. Of events times and marks, (rows,),
-                those of one key in order. Of tables whatever the estimator's `partial_fit` takes.
-            start: when the watch over new streams of events began; None: each with its first event.
+                those of one key in order. Of tables what the estimator's `partial_fit` takes.
+            start: when the observation of new streams of events began; None: each with its first event.
             points: how many are computed with at once, padding included; never changes a result.
         """
         checks.positive("points", points)
@@ -126,7 +126,7 @@ class StreamPool:
         return found
 
     def put(self, keys: Sequence[Hashable], state: Any) -> None:
-        """Hold these states under these keys, whatever was held there before."""
+        """Hold these states under these keys, in place of those held before."""
         names = checked(keys)
         if len(set(names)) != len(names) or len(names) != state.batch:
             raise ValueError(f"{len(set(names))} different keys cannot name a batch of {state.batch} states")
@@ -136,7 +136,7 @@ class StreamPool:
             self._put([(names, state)])
 
     def pop(self, keys: Sequence[Hashable]) -> Any:
-        """Let go of some streams; returns their states, for a file, a store or another pool's `put`."""
+        """Remove some streams; returns their states, for a file, a store or another pool's `put`."""
         names = checked(keys)
         with self._writing:
             state = self._taken(names)

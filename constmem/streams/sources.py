@@ -280,7 +280,7 @@ def consume_redis(
 
 
 def _require_same_stream(client: Any, consumer: Consumer, stream: str, position: str) -> None:
-    """Refuse a stream that begins anew, and say where entries were deleted before they were taken."""
+    """Refuse a stream that was created again, and say where entries were deleted before they were taken."""
     if position == "0-0" or not client.exists(stream):
         return
     about, names = client.xinfo_stream(stream), ("last-generated-id", "max-deleted-entry-id")
@@ -288,7 +288,7 @@ def _require_same_stream(client: Any, consumer: Consumer, stream: str, position:
     if latest < _number(position):
         raise ValueError(
             f"the Redis stream {stream!r} ends before {position}, where {consumer.source!r} was left: it "
-            "was made anew; give another --source to take it from its beginning"
+            "was created again; give another --source to take it from its beginning"
         )
     if deleted > _number(position):
         lost = f"entries of {stream!r} behind {position} were deleted before they were taken"

@@ -24,7 +24,7 @@ class Store:
     """Streams of one model by key, in a file: any number of them, of which the latest used are in memory.
 
     When `observe` returns, its rows are on disk, and so is the position of the source they came from, in one
-    transaction. Rows go to a journal first. States are written later, some with each call, and whoever opens
+    transaction. Rows go to a journal first. States are written later, some with each call, and who opens
     the store again finds the journal taken in: all that was answered for, nothing twice. Rows of a stream are
     taken one by one, so that every bit of its state depends on its own rows and their order alone: not on
     calls, other streams, or when the process was killed.
@@ -160,7 +160,7 @@ class Store:
             return [name for name in names if name in held]
 
     def put(self, keys: Sequence[Hashable], state: Any) -> None:
-        """Hold these states under these keys, whatever was held there before; on disk when it returns."""
+        """Hold these states under these keys, in place of those held before; on disk when it returns."""
         names = _named(keys)
         if len(set(names)) != len(names) or len(names) != state.batch:
             raise ValueError(f"{len(set(names))} different keys cannot name a batch of {state.batch} states")
@@ -169,7 +169,7 @@ class Store:
             held.put(names, state)
 
     def create(self, keys: Sequence[Hashable], *, start: Any = 0.0) -> None:
-        """New streams that have seen nothing; of events, `start` is when the watch began."""
+        """New streams that have seen nothing; of events, `start` is when observation began."""
         names = list(dict.fromkeys(_named(keys)))
         begun = checks.one_each("start", start, len(names), self.model.device).double()
         checks.all_finite("start", begun)
@@ -194,7 +194,7 @@ class Store:
             held.put([to], state)
 
     def delete(self, keys: Sequence[Hashable]) -> int:
-        """Let go of streams, on disk too; returns how many there were."""
+        """Delete streams, on disk too; returns how many there were."""
         with self._locked() as held:
             names = self.known(keys)
             if names:
@@ -214,12 +214,12 @@ class Store:
             held.flush()
 
     def check(self) -> None:
-        """Look at every page and every checksum of the file; an error says what is damaged."""
+        """Verify every page and every checksum of the file; an error says what is damaged."""
         with self._locked():
             self._database.check()
 
     def close(self) -> None:
-        """Write all states and let go of the file."""
+        """Write all states and close the file."""
         with self._lock:
             if self._open:
                 self._open = False
@@ -260,7 +260,7 @@ class Store:
 def _named(keys: Sequence[Hashable]) -> list[Hashable]:
     """Keys that a store takes."""
     names: Any = listed(keys)
-    if set(map(type, names)) == {str}:  # as most are: looked at all at once
+    if set(map(type, names)) == {str}:  # as most are: checked together
         texts = names
     else:
         texts = [name for name in checked(names) if isinstance(name, str)]

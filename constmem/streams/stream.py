@@ -51,7 +51,7 @@ class Stream:
         model: a trained model, of points or of events.
         batch: how many independent streams run side by side.
         forget: None, `Decay(half_life)` or `Window(points, buckets)`; masked points count as steps.
-        start: when the watch over events began, one time or one for each stream; None: with the first event.
+        start: when observation began, one time or one for each stream; None: with the first event.
 
     Example:
         >>> from constmem import CMANP
@@ -185,7 +185,7 @@ class Stream:
             mask = mask[None] if mask is not None and mask.ndim == 1 == self.batch else mask
             if xs.ndim == 3 and len(xs) != self.batch:
                 raise ValueError(f"x is a batch of {len(xs)}, but the stream one of {self.batch}")
-            if self.forget is not None:  # which cuts them before a model looks at them
+            if self.forget is not None:  # which cuts them before a model checks them
                 self.model._check(xs, ys, mask)
             return xs, ys, mask
         given: list[Any] = [checks.as_tensor("times", x, where), y, mask]
@@ -233,7 +233,7 @@ class Stream:
                 parts, filled = (*parts[:-1], newest), after
                 if filled == 0:  # the bucket is full: open the next
                     parts = (*parts, _after(self.model, newest))
-                parts = parts[-self.forget.kept(filled) - 1 :]  # let go what is no longer needed
+                parts = parts[-self.forget.kept(filled) - 1 :]  # drop what is no longer needed
             return _Held(parts, filled)
 
     def _decayed(self, state: Any, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int) -> Any:
@@ -288,12 +288,12 @@ def _after(model: AnyModel, full: Any) -> Any:
 def _whole(held: _Held) -> Any:
     """The state of all parts together."""
     if not held.parts:
-        raise ValueError("nothing was observed yet, and nobody knows when the watch began: give start=")
+        raise ValueError("nothing was observed yet, so it is not known when observation began: give start=")
     return reduce(lambda state, part: state.merge(part), held.parts)
 
 
 def _first_times(times: Tensor, _: Any, mask: Tensor | None) -> Tensor:
     """When each stream begins: with its first event."""
     if times.shape[1] == 0 or (mask is not None and not bool(mask[:, 0].all())):
-        raise ValueError("some stream has no first event, so that nobody knows when it began: give start=")
+        raise ValueError("some stream has no first event, so it is not known when it began: give start=")
     return times[:, 0]

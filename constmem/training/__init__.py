@@ -149,7 +149,7 @@ def fit_named(
         how: what `fit_table` takes beside its data.
 
     Returns:
-        The run's folder, and what there is to say about it.
+        The run's folder, and notes to print about it.
     """
     path, of_file = Path(dataset), {**rows, **events, "--split": split}
     is_file, given = path.suffix in FORMATS, [name for name, value in of_file.items() if value]

@@ -88,7 +88,7 @@ def describe(
             )
         if own is not None and not own.equals(own_data(out)):
             what = "rows" if isinstance(own, Table) else "events"
-            raise ValueError(f"{out} is a run on other {what} than {own.name} has now: start anew")
+            raise ValueError(f"{out} is a run on other {what} than {own.name} has now: start a new run")
         return
     if others := [name for name in WRITTEN if (out / name).exists()]:
         raise FileExistsError(
@@ -135,7 +135,7 @@ def claimed(out: Path) -> Iterator[Callable[[], None]]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         raise
     finally:
-        (out / LOCK).unlink(missing_ok=True)  # while it is held: nobody else's is deleted
+        (out / LOCK).unlink(missing_ok=True)  # while it is held: no other process's is deleted
         os.close(lock)
         with contextlib.suppress(OSError):  # something is in it
             for folder in new_folders:
@@ -143,7 +143,7 @@ def claimed(out: Path) -> Iterator[Callable[[], None]]:
 
 
 def _lock(out: Path) -> int:
-    """Lock a folder, with who holds it in the file; the lock of a process that died is nobody's."""
+    """Lock a folder, with who holds it in the file; the lock of a process that died does not count."""
     path = out / LOCK
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -273,7 +273,7 @@ class Keeper:
         return found[-1]
 
     def _require_sound(self, tensors: dict[str, Tensor], step: int) -> None:
-        """Stop rather than write weights, or moments of the optimiser, that nobody can go on from."""
+        """Stop rather than write weights, or moments of the optimiser, that no run can go on from."""
         if (name := checks.first_not_finite(tensors)) is not None:
             raise self._stopped(f"step {step} left {name} with numbers that are not finite")
 

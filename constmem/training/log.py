@@ -58,7 +58,7 @@ class Log:
         self.start = time.monotonic()
         entries = [_finite(entry) for entry in read_metrics(out) if entry.get("step", 0) <= done]
         if done and not any("step" in entry for entry in entries):
-            _log.warning(f"{self.path} is lost: which weights validated best is judged anew from step {done}")
+            _log.warning(f"{self.path} is lost: the best validation is sought again from step {done}")
         self.before = max((entry.get("seconds", 0.0) for entry in entries), default=0.0)
         self.best: float | None = max((e["validation"] for e in entries if "validation" in e), default=None)
         entries = entries or [{"data": statement}]
@@ -70,7 +70,7 @@ class Log:
             self.board = SummaryWriter(str(out / BOARD), purge_step=done)
 
     def close(self) -> None:
-        """Let go of TensorBoard's file."""
+        """Close TensorBoard's file."""
         if self.board is not None:
             self.board.close()
 

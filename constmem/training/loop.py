@@ -24,7 +24,7 @@ from constmem.neural_processes import Scales
 from constmem.neural_processes.points import PointModel
 from constmem.training.folder import CHECKPOINT, Keeper, StoppedError, claimed, describe
 from constmem.training.log import Log
-from constmem.training.recipes import SAID_BY_DATA, EventRecipe, PointRecipe, Recipe
+from constmem.training.recipes import FROM_DATA, EventRecipe, PointRecipe, Recipe
 from constmem.training.sources import Source, open_source
 from constmem.training.steps import ByShape, Muon, captured, clipped
 
@@ -162,7 +162,7 @@ def _begin_with(model: Model, start: str) -> None:
     theirs, mine = given.config, model.config  # either may leave out what is as ever
     differ = [key for key in theirs | mine if theirs.get(key) != mine.get(key)]
     told = ", ".join(f"model.{key}={theirs.get(key)}" for key in differ)
-    if any(f"model.{key}" in SAID_BY_DATA for key in differ):
+    if any(f"model.{key}" in FROM_DATA for key in differ):
         raise ValueError(f"start={start} has weights for other data, {told}: begin without it")
     if differ:
         raise ValueError(f"start={start} has weights for {told}: --set these too, or begin without it")

@@ -19,7 +19,7 @@ from constmem.core.registry import CNP_FAMILY, PAPER_CMHP, entry_of, of_events, 
 from constmem.data.catalogue import DATASETS
 
 NAMES = ("improved", "faithful")
-SAID_BY_DATA = ("model.dim_x", "model.dim_y", "model.num_marks")
+FROM_DATA = ("model.dim_x", "model.dim_y", "model.num_marks")
 _KINDS = {int: "a whole number", float: "a number", str: "text"}
 
 
@@ -235,8 +235,8 @@ def changed(recipe: R, overrides: Sequence[str], *, steps: int | None = None, ki
         key, equals, value = item.partition("=")
         if not equals:
             raise ValueError(f"{item!r} is not of the form key=value")
-        if key in SAID_BY_DATA:
-            raise ValueError(f"{key} cannot be set: the data say it")
+        if key in FROM_DATA:
+            raise ValueError(f"{key} cannot be set: it follows from the data")
         if key.startswith("model."):
             content["model"][key.removeprefix("model.")] = _literal(value)
         else:

@@ -221,7 +221,7 @@ def _gp(recipe: PointRecipe, device: torch.device) -> Source[Task]:
 
 
 def _tables(recipe: PointRecipe, device: torch.device) -> Source[Task]:
-    """What a closed-form regression leaves on synthetic tables, drawn anew at every step."""
+    """What a closed-form regression leaves on synthetic tables, drawn again at every step."""
     sizes = {"rows": recipe.max_points, "targets": recipe.num_targets}
 
     def fixed(seed: int, batches: int) -> Iterator[Task]:

@@ -118,7 +118,7 @@ class Muon(torch.optim.Optimizer):
 
     def _states(self, parameters: Sequence[Tensor], name: str) -> list[Tensor]:
         for p in parameters:
-            if name not in self.state[p]:  # else a graph would fill zeros for nobody at every step
+            if name not in self.state[p]:  # else a graph would fill unused zeros at every step
                 self.state[p][name] = torch.zeros_like(p)
         return [self.state[p][name] for p in parameters]
 
@@ -186,7 +186,7 @@ def clipped(parameters: Sequence[Tensor], most: float) -> Tensor:
     """Shorten the gradients to a norm of `most` (0: not at all); zeros where one is not finite.
 
     Whether all were finite is returned. One task in millions can have a likelihood beyond all numbers: its
-    batch is passed over, and nobody waits for a device to say so.
+    batch is passed over, and the device need not be waited for.
     """
     grads = _grads(parameters)
     if not grads:

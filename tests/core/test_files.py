@@ -126,7 +126,7 @@ def test_tensors_of_absurd_sizes_and_endless_json_are_refused(tmp_path: Path) ->
         text = json.dumps({"__metadata__": {"format": "kind", "version": "1"}, **about}).encode()
         write_bytes(tmp_path / "t", len(text).to_bytes(8, "little") + text)
         known = hashlib.sha256((tmp_path / "t").read_bytes()).hexdigest()
-        with pytest.raises(ValueError, match=r"absurd|not a readable"):
+        with pytest.raises(ValueError, match=r"impossible|not a readable"):
             read_tensors(tmp_path / "t", kind="kind", version=1, sha256=known)
     for text in (b"[" * 10**6, b" " * (LONGEST_JSON + 1)):
         with pytest.raises(ValueError, match="damaged or of another kind"):

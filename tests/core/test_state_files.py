@@ -136,7 +136,7 @@ Change = Callable[[dict[str, Tensor]], object]
         (lambda t: (t.pop("lse"), t.pop("count")), r"lacks \['count', 'lse'\]"),
         (lambda t: t.update(lse=t["lse"][:1]), "do not fit|different batches"),
         (lambda t: t.update(lse=t["lse"].float()), "lse that does not fit"),
-        (lambda t: t.update(mask=torch.ones(B)), r"holds \['mask'\], which nobody knows"),
+        (lambda t: t.update(mask=torch.ones(B)), r"holds tensors of unknown names: \['mask'\]"),
         (lambda t: t["value"][0, 0, 0, 0].fill_(torch.nan), "value with NaN or infinity"),
         (lambda t: t["lse"][0, 0, 0, 0].fill_(torch.inf), "lse with NaN or infinity"),
         (lambda t: t["count"].fill_(-3), "counts that are no whole numbers"),

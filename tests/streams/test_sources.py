@@ -233,7 +233,7 @@ def test_redis_may_be_gone_and_come_back_but_not_begin_anew(
         with redis.Redis.from_url(redis_url) as client:
             client.delete("s")
             client.xadd("s", {"row": "{}"}, id="5-5")
-        with pytest.raises(ValueError, match="made anew"):
+        with pytest.raises(ValueError, match="created again"):
             consume_redis(Consumer(store, "redis"), redis_url, "s", idle=0.0)
         with pytest.raises(BadRowError, match="other at 5-5"):
             consume_redis(Consumer(store, "other"), redis_url, "s", idle=0.0)

@@ -216,7 +216,7 @@ def test_a_watch_begins_with_the_first_event_unless_it_is_said_when(tmp_path: Pa
     model = small_models.small("cmhp")
     times, marks = [100.0, 100.5, 103.0], np.array([0, 2, 1])
     stream = Stream(model)
-    with pytest.raises(ValueError, match="nobody knows when the watch began: give start="):
+    with pytest.raises(ValueError, match="not known when observation began: give start="):
         stream.predict()
     stream.save(tmp_path / "new")
     again = Stream.load(tmp_path / "new", model)

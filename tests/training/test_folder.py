@@ -28,7 +28,7 @@ from constmem.training import loop as train
 from constmem.training.folder import read_run
 from constmem.training.log import Log, read_metrics
 from constmem.training.loop import Run
-from constmem.training.recipes import SAID_BY_DATA, changed, recipe
+from constmem.training.recipes import FROM_DATA, changed, recipe
 
 SETTINGS = ["steps=6", "batch=4", "num_targets=8", "model.dim=8", "validate_every=2"]
 RUN = Run("digits", "cnp", "improved", changed(recipe("digits", "cnp"), SETTINGS))
@@ -117,7 +117,7 @@ def test_runs_of_the_first_version_are_scored_and_go_on(tmp_path: Path, name: st
     if name == "points":  # of so many simulated events it takes half a minute
         assert math.isfinite(scored(folder).scores["test"].crps)
     sizes = [f"model.{key}={value}" for key, value in about["recipe"]["model"].items()]
-    sizes = [size for size in sizes if size.partition("=")[0] not in SAID_BY_DATA]
+    sizes = [size for size in sizes if size.partition("=")[0] not in FROM_DATA]
     kept = ("steps", "batch", "warmup", "validate_every", *(["num_targets"] if name == "points" else []))
     sizes += [f"{key}={about['recipe'][key]}" for key in kept]
     settings = changed(recipe(about["dataset"], about["model"]), sizes)
@@ -133,7 +133,7 @@ def test_lost_metrics_are_told_of_and_neither_training_nor_scoring_needs_them(
     assert scored(folder).steps == 0
     with caplog.at_level(logging.WARNING, logger="constmem"):
         resumed(folder)
-    assert "which weights validated best is judged anew from step 4" in caplog.text
+    assert "the best validation is sought again from step 4" in caplog.text
 
 
 def test_what_a_killed_process_has_left_half_written_is_cleared_when_the_run_goes_on(folder: Path) -> None:
