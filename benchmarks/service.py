@@ -140,7 +140,8 @@ def served(folder: Path) -> Iterator[tuple[int, int]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "constmem.cli", "serve", folder / "model", "--store", folder / "store"]
+    run = [sys.executable, "-c", "from constmem.cli import main; main()"]
+    command = [*run, "serve", folder / "model", "--store", folder / "store"]
     process = subprocess.Popen(
         [*map(str, command), "--port", str(port)], env=os.environ | {"OMP_NUM_THREADS": "1"}
     )

@@ -215,15 +215,14 @@ def serve(
         raise ValueError(f"anybody who reaches {host} could change the streams: give --token-file")
     import torch
 
-    try:
-        from constmem.serve import Limits, Tokens
-        from constmem.serve.service import Service, run
-    except ImportError as error:
-        raise ImportError(f'{error}: pip install "constmem[serve]"') from error
+    from constmem.core.checks import extra
+    from constmem.serve import Limits, Tokens
     from constmem.serve.page import write_page
     from constmem.streams.sources import load_model
     from constmem.streams.store import Store
 
+    with extra("serve", "serving needs more packages"):
+        from constmem.serve.service import Service, run
     torch.set_num_threads(1)
     tokens = None if token_file is None else Tokens.load(token_file)
     limits = Limits(body=body << 20, rows=rows, waiting=waiting, streams=streams, seconds=seconds)

@@ -1,7 +1,8 @@
 """Checks of what users give: what is wrong, where, and what to do about it."""
 
 import difflib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from math import isfinite, isnan, sqrt
 from typing import Any
 
@@ -273,11 +274,19 @@ def device(name: str | torch.device) -> torch.device:
         where = torch.device(name)
         torch.empty(0, device=where)
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # the second without CUDA
-        why = str(error).splitlines()[0]
         raise ValueError(
-            f"there is no device {str(name)!r} here ({why}): take another, such as cpu"
+            f"there is no device {str(name)!r} here ({str(error).splitlines()[0]}): take another, such as cpu"
         ) from error
     return where
+
+
+@contextmanager
+def extra(name: str, what: str) -> Iterator[None]:
+    """Imports that an extra of the package brings; an ImportError says which extra, and what needs it."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"{what} ({error}): pip install 'constmem[{name}]'") from error
 
 
 def known(what: str, name: str, names: Any) -> str:

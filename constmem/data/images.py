@@ -19,7 +19,7 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from constmem.core import checks
-from constmem.core.checks import known
+from constmem.core.checks import extra, known
 from constmem.data.catalogue import PACKS
 from constmem.data.packs import Array, Folder, MissingDataError, find_pack, identity, read_pack, write_pack
 from constmem.kernels import cache_folder
@@ -157,10 +157,8 @@ def _more_faces(data_dir: Folder, numbers: Array | None) -> Array:
 
 
 def _digits(_data_dir: Folder, split: str, _progress: Progress | None) -> Loaded:
-    try:
+    with extra("train", "the digits come with scikit-learn"):
         from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError("the digits come with scikit-learn: pip install 'constmem[train]'") from error
     digits = load_digits()
     count = len(digits.images) * 4 // 5  # in the order of the file
     part = slice(count) if split == "train" else slice(count, None)
@@ -266,10 +264,8 @@ def _decoded(jpegs: list[tuple[int, bytes]], path: Path, size: int, progress: Pr
 @contextmanager
 def opened_face(content: bytes, what: str, *, remedy: str) -> Iterator[Any]:
     """An aligned face as pillow opens it, its size checked before it is decoded; errors name it."""
-    try:
+    with extra("data", "JPEG files are read with pillow"):
         from PIL.JpegImagePlugin import JpegImageFile
-    except ImportError as error:
-        raise ImportError("JPEG files are read with pillow: pip install 'constmem[data]'") from error
     try:
         with JpegImageFile(io.BytesIO(content)) as opened:  # no other format, even if the file claims one
             if opened.size != (WIDTH, HEIGHT):

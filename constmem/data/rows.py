@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from numpy.typing import NDArray
 
-from constmem.core.checks import known
+from constmem.core.checks import extra, known
 from constmem.data.catalogue import SECONDS
 from constmem.data.packs import RATIO, ROOM
 
@@ -122,10 +122,8 @@ def parquet_file(path: Path) -> Any:
 @contextmanager
 def parquet_errors(path: Path) -> Iterator[None]:
     """Errors of pyarrow in words: what is damaged, or which extra it comes with."""
-    try:
+    with extra("data", "Parquet files need pyarrow"):
         from pyarrow import ArrowException
-    except ImportError as error:
-        raise ImportError("Parquet files need pyarrow: pip install 'constmem[data]'") from error
     try:
         yield
     except FileNotFoundError:

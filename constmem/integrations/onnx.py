@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.export import Dim
 
 from constmem.core.algebra import EMPTY
+from constmem.core.checks import extra
 from constmem.core.files import write_bytes, write_text
 from constmem.core.moments import Moments
 from constmem.integrations import onnx_verbs as verbs
@@ -119,11 +120,9 @@ def _require(model: Any) -> None:
                 "an estimator can be exported to ONNX once its warm-up is over, and only with forget=None: "
                 f"this one has seen {model.learner_.seen} rows and has forget={model.forget!r}"
             )
-    try:
+    with extra("onnx", "exporting needs more packages"):
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"exporting needs more packages ({error}): pip install 'constmem[onnx]'") from error
 
 
 def _of_points(model: CMANP) -> Works:

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float, Float64, UInt8
 from torch import Tensor
 
+from constmem.core.checks import extra
 from constmem.core.files import write_bytes
 from constmem.data.catalogue import SECONDS
 
@@ -35,10 +36,8 @@ _FORMATS = {  # of ticks a year, month, day, hour, minute or second apart; of th
 
 def pyplot() -> Any:
     """matplotlib without a screen, or an error that names the extra it comes with."""
-    try:
+    with extra("train", "pictures need matplotlib"):
         import matplotlib
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'constmem[train]'") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

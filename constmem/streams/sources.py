@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from constmem.core.checks import extra
 from constmem.core.files import CONFIG, home_of, read_config
 from constmem.core.registry import EVENTS
 from constmem.neural_processes import NeuralProcess
@@ -249,10 +250,8 @@ def consume_redis(
     Args:
         idle: end when nothing came for so many seconds; None: never.
     """
-    try:
+    with extra("redis", "a Redis stream is read by the package redis"):
         import redis
-    except ImportError as error:
-        raise ImportError('this needs the package redis: pip install "constmem[redis]"') from error
     client, waited, last = redis.Redis.from_url(url, socket_timeout=30), 0.5, time.monotonic()
     checked = False  # whether it is the stream that it was
     while not stop():

@@ -136,7 +136,8 @@ def test_a_consumer_of_lines_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) 
 def test_the_command_takes_lines_of_a_pipe(tmp_path: Path) -> None:
     built().save_pretrained(tmp_path / "model")
     names, x, y = rows(30, 4)
-    command = [sys.executable, "-m", "constmem.cli", "consume", tmp_path / "model", "--store", tmp_path / "s"]
+    run = [sys.executable, "-c", "from constmem.cli import main; main()"]
+    command = [*run, "consume", tmp_path / "model", "--store", tmp_path / "s"]
     done = subprocess.run(command, input=lines_of(names, x, y), capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     assert b"30 rows taken" in done.stdout

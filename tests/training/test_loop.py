@@ -306,7 +306,7 @@ def test_the_rate_warms_up_and_falls_to_zero() -> None:
         ("lrr=1", "did you mean 'lr'"),
         ("steps=many", "steps must be a whole number, not 'many'"),
         ("steps=[", "steps must be a whole number"),
-        ("model.dim_x=3", "model.dim_x cannot be set: the data say it"),
+        ("model.dim_x=3", "model.dim_x cannot be set: it follows from the data"),
         ("precision=fp8", "float32, tf32, bf16"),
         ("steps", "key=value"),
         ("steps=0", "steps is 0, but must be 1 or more"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from constmem import Stream
-from constmem.integrations.distributed import all_merge
+from constmem.core.monoid import all_merge
 from tests.laws import models as small_models
 
 KINDS = ("cmanp", "tnpd", "cmhp")
@@ -16,7 +16,7 @@ WORKERS = 2
 SCRIPT = """
 import sys, torch, torch.distributed as dist
 from pathlib import Path
-from constmem.integrations.distributed import all_merge
+from constmem.core.monoid import all_merge
 from tests.laws import models as small_models
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
