@@ -6,17 +6,20 @@ written to again.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from math import gcd
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from constmem.kernels import gpu
-from constmem.kernels.paths import GRAPHS
+from constmem.kernels.paths import CAPTURED, CHECKSUM, GRAPHS
 
 LARGEST = 2**22  # numbers given: beyond, launches are no longer what takes the time
 PATIENCE = 2  # calls before one is worth capturing
+NUMBERS = 256  # of points, that an update's launch may copy to the host
+REPEATS = 16  # of a checksum, before its launch is worth capturing
 KEPT = 4  # graphs of one model
 REMEMBERED = 64  # kinds of calls that are counted
 Result = TypeVar("Result", Tensor, tuple[Tensor, Tensor], tuple[Tensor, ...])
@@ -91,11 +94,11 @@ def _capture(work: Callable[..., Any], given: tuple[Tensor, ...], weights: list[
         cache_enabled=False,
     )
     with autocast:
-        graph, result = graph_of(lambda: work(*given), given[0].device)
+        graph, result = _graph(lambda: work(*given), given[0].device)
     return _Captured(graph, given, result, weights)
 
 
-def graph_of(work: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
+def _graph(work: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
     """What does that work again, and what it writes its results to."""
     with torch.cuda.device(device):
         side = torch.cuda.Stream()
@@ -106,6 +109,94 @@ def graph_of(work: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             return graph, work()
+
+
+class Checksum:
+    """A number that changes with any bit of some tensors on a GPU: one launch, one copy and one wait.
+
+    Between `begin` and `end` the GPU can be given other work, so that one wait serves for both; a launch that
+    is made in between may find the number, too (`taken`), so that there is only one.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        kernels, before, device = gpu.merging(), 0, tensors[0].device
+        word = gcd(4, *(t.data_ptr() for t in tensors), *(t.nbytes for t in tensors))  # bytes
+        rows: list[tuple[int, int, int]] = []
+        for t in tensors:
+            words = t.nbytes // word
+            starts = range(0, words, kernels.WORDS)
+            rows += [(t.data_ptr() + word * i, min(words - i, kernels.WORDS), before + i) for i in starts]
+            before += words
+        self._table = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 3)
+        self._sums = torch.empty(len(rows), dtype=torch.int64, device=device)
+        self._here = torch.empty(len(rows), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._numbers = torch.empty(NUMBERS, pin_memory=device.type == "cuda")
+        self._deferred = False  # until another launch
+        self._bits, self._calls, self._one_at_a_time = 8 * word, 0, threading.RLock()
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> int | None:
+        """The number; None where it could not be found."""
+        return self.end() if self.begin() else None
+
+    def begin(self, *, deferred: bool = False) -> bool:
+        """Have the GPU find the number, if it can; `end` must follow, in this thread.
+
+        Args:
+            deferred: until another launch, or else until the end.
+        """
+        self._one_at_a_time.acquire()
+        self._deferred = deferred
+        if deferred or CHECKSUM.attempt(self._begin):
+            return True
+        self._one_at_a_time.release()
+        return False
+
+    def taken(self, device: torch.device, numbers: int) -> Any:
+        """What a launch there has to sum, if that was deferred; it copies so many numbers of points."""
+        if not self._deferred or self._table.device != device or numbers > NUMBERS:
+            return None
+        self._deferred = False
+        return gpu.merging().Check(self._table, self._bits, self._here, self._numbers)
+
+    def numbers(self, count: int) -> list[float]:
+        """Those of points, as that launch has copied them."""
+        self._synchronise()
+        found: list[float] = self._numbers[:count].tolist()
+        return found
+
+    def end(self) -> int | None:
+        """Wait for what was begun."""
+        try:
+            if self._deferred and not CHECKSUM.attempt(self._begin):
+                return None
+            return CHECKSUM.attempt(self._end)
+        finally:
+            self._deferred = False
+            self._one_at_a_time.release()
+
+    def _begin(self) -> bool:
+        self._calls += 1
+        if self._calls == REPEATS and self._table.is_cuda and not CAPTURED.failed:
+            found = CAPTURED.attempt(lambda: _graph(self._launch, self._table.device))
+            self._graph = None if found is None else found[0]
+        if self._graph is None:
+            self._launch()
+        else:
+            self._graph.replay()
+        return True
+
+    def _end(self) -> int:
+        self._synchronise()
+        return int(sum(self._here.tolist()) % 2**64)
+
+    def _synchronise(self) -> None:
+        if self._table.is_cuda:
+            torch.cuda.current_stream(self._table.device).synchronize()
+
+    def _launch(self) -> None:
+        gpu.merging().checksum(self._table, self._bits, self._sums)
+        self._here.copy_(self._sums, non_blocking=True)
 
 
 def _weights(module: nn.Module) -> Iterator[Tensor]:

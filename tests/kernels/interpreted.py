@@ -19,7 +19,7 @@ from constmem.core.algebra import EMPTY
 from constmem.core.layers import MLP
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
-from constmem.kernels import cpu, gpu, snapshot
+from constmem.kernels import cpu, gpu, graphs
 from constmem.kernels.paths import GPU, PATHS
 
 SIZES = (1, 1), (2, 2), (3, 65), (1, 300)  # tasks, points
@@ -261,7 +261,7 @@ def checksum() -> dict[str, Any]:
     for sizes, dtype in (((1,), torch.float32), ((65, 0, 64, 200), torch.float32), ((33, 4), torch.bfloat16),
                          ((64, 3), torch.float64), ((7, 130), torch.int8)):  # fmt: skip
         tensors = [(100 * torch.randn(size)).to(dtype) for size in sizes]
-        wrong["formula"] += snapshot.Checksum(tensors)() != mixed(tensors)
+        wrong["formula"] += graphs.Checksum(tensors)() != mixed(tensors)
         before = kernels.Snapshot(tensors)
         for t in tensors:
             flat = t.view(torch.uint8)

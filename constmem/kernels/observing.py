@@ -1,26 +1,132 @@
-"""What the numbers of some tensors were at one moment, and whether they are still the same.
+"""Observing with one set of weights: `Plans` lay them out for what is fastest, a `Snapshot` verifies them.
 
-Version counters and addresses do not tell: code writes through `parameter.data`, through NumPy arrays that
-share the memory, by fused optimisers and by kernels of its own, and swaps tensors for others. So all bits are
-verified each time: by a checksum of 64 bits, at the speed of reading them (on a CPU half a million bytes take
-microseconds, on a GPU it is one launch), or else by comparison with a copy.
+Version counters and addresses do not tell whether weights are the same: code writes through `parameter.data`,
+through NumPy arrays that share the memory, by fused optimisers and by kernels of its own, and swaps tensors
+for others. So all bits are verified each time: by a checksum of 64 bits, at the speed of reading them (on a
+CPU half a million bytes take microseconds, on a GPU it is one launch), or else by comparison with a copy.
 """
 
 import threading
 from collections.abc import Callable, Sequence
-from math import gcd
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from constmem.kernels import cpu, gpu
-from constmem.kernels.graphs import graph_of
-from constmem.kernels.paths import CAPTURED, CHECKSUM, traced
+from constmem.kernels.cpu import Event
+from constmem.kernels.graphs import Checksum
+from constmem.kernels.paths import CHECKSUM, CPU, GPU, library, traced
+from constmem.kernels.reference import Others, OthersLse, Slots, SlotsLse, absorb
 
-NUMBERS = 256  # of points, that an update's launch may copy to the host
-REPEATS = 16  # of a checksum, before its launch is worth capturing
+Exact = Callable[[], tuple[Float[Tensor, "*depth h s c"], Float[Tensor, "kv d"], Float[Tensor, " kv"]]]
+_UNKNOWN: Any = object()
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+class Plans:
+    """How the paths observe with one set of weights, which does not change: laid out at first use.
+
+    Args:
+        exact: gives the queries, and the projection to keys and values, in float64.
+        layers: weight and bias of each layer of an embedding; none where data are tokens.
+        slots: one of the weights, of the width of a token.
+    """
+
+    def __init__(self, exact: Exact, layers: Sequence[tuple[Tensor, Tensor]], slots: Tensor) -> None:
+        self.exact, self.layers, self.slots = exact, layers, slots
+        self.inputs = layers[0][0].shape[1] if layers else slots.shape[-1]
+        self._laid: dict[str, Any] = {}  # by precision; another thread may lay out the same at the same time
+
+    def cpu(self) -> cpu.Plan | None:
+        """For machine code, if there is any that can read these weights."""
+        plan: cpu.Plan | None = self._laid.get("cpu", _UNKNOWN)
+        if plan is _UNKNOWN:
+            weights = [self.slots, *(t for layer in self.layers for t in layer)]
+            known = cpu.usable() and all(map(cpu.reads, weights))
+            exact = (t.float() for t in self.exact()) if known else ()
+            plan = self._laid["cpu"] = cpu.Plan(cpu.pack(*exact), self.layers) if known else None
+            if known:
+                CPU.chosen()
+        return plan
+
+    def gpu(self) -> gpu.Plan | None:
+        """For the GPU's kernels, in the precision that is asked for, if they can take it."""
+        precision = gpu.precision_of(self.slots.dtype)
+        if precision is None:
+            return None
+        plan: gpu.Plan | None = self._laid.get(precision, _UNKNOWN)
+        if plan is _UNKNOWN:
+            plan = self._laid[precision] = gpu.plan(absorb(*self.exact()), self.layers, precision)
+        return plan
+
+
+def observe(
+    plans: Plans, data: Float[Tensor, "b n i"], bias: Float[Tensor, "b n"] | None
+) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h s"]] | None:
+    """Value and lse of each task's points, for heads of all blocks; those of bias `EMPTY` are left out."""
+    if data.shape[1] == 0 or data.shape[2] != plans.inputs:
+        return None
+    bias = None if bias is None else bias.expand(data.shape[:2])
+    plan = plans.cpu()
+    if plan is not None:
+        return cpu.observe(plan, data, bias) if cpu.reads(data) else None
+    return GPU.attempt(lambda: gpu.seen(plans.gpu(), data, bias)) if gpu.usable(data.device) else None
+
+
+class Updated(NamedTuple):
+    """States after an update; where a GPU copies the numbers of the points, what waits for these."""
+
+    value: Float[Tensor, "b *h s c"]
+    lse: Float[Tensor, "b *h s"]
+    numbers: Callable[[], list[float]] | None
+
+
+def update(
+    plans: Plans, data: Float[Tensor, "b 1 i"] | Event, value: Float[Tensor, "b *h s c"],
+    lse: Float[Tensor, "b *h s"],
+) -> Updated | None:  # fmt: skip
+    """States in float64 with one point, or one event, more for each task."""
+    ready = plans.cpu()
+    if (data.table if isinstance(data, Event) else data).shape[-1] != plans.inputs:
+        return None
+    if ready is not None:
+        fits = value.shape[1:].numel() == prod(ready.shape) and value.shape[:-1] == lse.shape
+        doubles = value.dtype == lse.dtype == torch.float64
+        made = cpu.update(ready, data, value, lse) if fits and doubles else None
+        return None if made is None else Updated(*made, None)
+    if isinstance(data, Event) or not 0 < data.shape[0] <= gpu.FEW or not gpu.usable(data.device):
+        return None
+    plan, latest = GPU.attempt(plans.gpu), Snapshot.latest()
+    if plan is None:
+        return None
+    pending = None if latest is None else latest.pending(data.device, data.numel())
+    check, numbers = pending or (None, None)
+    found = GPU.attempt(lambda: gpu.extended(plan, data, value, lse, check))
+    if found is None:
+        return None
+    return Updated(*found, numbers if len(data) <= gpu.FEWEST else None)
+
+
+def merge(
+    value: Slots, lse: SlotsLse, other_value: Others, other_lse: OthersLse
+) -> tuple[Slots, SlotsLse] | None:
+    """The algebra's `merge` of float64 tensors of one shape, in one pass."""
+    given = value, lse, other_value, other_lse
+    if cpu.merges(*given):
+        return cpu.merge(*given)
+    return GPU.attempt(lambda: gpu.merge(*given)) if gpu.merges(*given) else None
+
+
+def chunk(dtype: torch.dtype, device: torch.device) -> int | None:
+    """How many points are best observed at a time by what serves there; None where operators do."""
+    if dtype == torch.float64 or torch.compiler.is_compiling():
+        return None
+    if device.type != "cpu":
+        return gpu.CHUNK if gpu.usable(device) else None
+    return cpu.LONGEST if dtype == torch.float32 and library() is not None else None
 
 
 class _Verified(threading.local):
@@ -155,91 +261,3 @@ def _bits(tensors: Sequence[Tensor]) -> list[Tensor]:
     words = [t.contiguous().view(-1).view(_WORDS[t.element_size()]) for t in tensors]
     kinds = dict.fromkeys(w.dtype for w in words)
     return [torch.cat([w for w in words if w.dtype == kind]) for kind in kinds]
-
-
-class Checksum:
-    """A number that changes with any bit of some tensors on a GPU: one launch, one copy and one wait.
-
-    Between `begin` and `end` the GPU can be given other work, so that one wait serves for both; a launch that
-    is made in between may find the number, too (`taken`), so that there is only one.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        kernels, before, device = gpu.merging(), 0, tensors[0].device
-        word = gcd(4, *(t.data_ptr() for t in tensors), *(t.nbytes for t in tensors))  # bytes
-        rows: list[tuple[int, int, int]] = []
-        for t in tensors:
-            words = t.nbytes // word
-            starts = range(0, words, kernels.WORDS)
-            rows += [(t.data_ptr() + word * i, min(words - i, kernels.WORDS), before + i) for i in starts]
-            before += words
-        self._table = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 3)
-        self._sums = torch.empty(len(rows), dtype=torch.int64, device=device)
-        self._here = torch.empty(len(rows), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._numbers = torch.empty(NUMBERS, pin_memory=device.type == "cuda")
-        self._deferred = False  # until another launch
-        self._bits, self._calls, self._one_at_a_time = 8 * word, 0, threading.RLock()
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self) -> int | None:
-        """The number; None where it could not be found."""
-        return self.end() if self.begin() else None
-
-    def begin(self, *, deferred: bool = False) -> bool:
-        """Have the GPU find the number, if it can; `end` must follow, in this thread.
-
-        Args:
-            deferred: until another launch, or else until the end.
-        """
-        self._one_at_a_time.acquire()
-        self._deferred = deferred
-        if deferred or CHECKSUM.attempt(self._begin):
-            return True
-        self._one_at_a_time.release()
-        return False
-
-    def taken(self, device: torch.device, numbers: int) -> Any:
-        """What a launch there has to sum, if that was deferred; it copies so many numbers of points."""
-        if not self._deferred or self._table.device != device or numbers > NUMBERS:
-            return None
-        self._deferred = False
-        return gpu.merging().Check(self._table, self._bits, self._here, self._numbers)
-
-    def numbers(self, count: int) -> list[float]:
-        """Those of points, as that launch has copied them."""
-        self._synchronise()
-        found: list[float] = self._numbers[:count].tolist()
-        return found
-
-    def end(self) -> int | None:
-        """Wait for what was begun."""
-        try:
-            if self._deferred and not CHECKSUM.attempt(self._begin):
-                return None
-            return CHECKSUM.attempt(self._end)
-        finally:
-            self._deferred = False
-            self._one_at_a_time.release()
-
-    def _begin(self) -> bool:
-        self._calls += 1
-        if self._calls == REPEATS and self._table.is_cuda and not CAPTURED.failed:
-            found = CAPTURED.attempt(lambda: graph_of(self._launch, self._table.device))
-            self._graph = None if found is None else found[0]
-        if self._graph is None:
-            self._launch()
-        else:
-            self._graph.replay()
-        return True
-
-    def _end(self) -> int:
-        self._synchronise()
-        return int(sum(self._here.tolist()) % 2**64)
-
-    def _synchronise(self) -> None:
-        if self._table.is_cuda:
-            torch.cuda.current_stream(self._table.device).synchronize()
-
-    def _launch(self) -> None:
-        gpu.merging().checksum(self._table, self._bits, self._sums)
-        self._here.copy_(self._sums, non_blocking=True)
