@@ -27,7 +27,7 @@ def finite(
     """
     limit = torch.finfo(tensor.dtype).max if taken is None else largest(taken.dtype)
     taken = tensor if taken is None else taken
-    if traced() or _fits(taken, limit):
+    if traced() or _surely_within(taken, limit):
         return
     good = taken.abs() <= limit
     if mask is not None:
@@ -50,15 +50,15 @@ def largest(dtype: torch.dtype) -> float:
     return most if dtype == torch.float16 else sqrt(most) / 1000  # squares of float16 are float32
 
 
-def _fits(tensor: Tensor, limit: float) -> bool:
+def _surely_within(tensor: Tensor, limit: float) -> bool:
     """Whether surely no number is beyond the limit: a few are checked one by one, outside of PyTorch."""
     if tensor.numel() <= FEW:
-        return fit(tensor.reshape(-1).tolist(), limit)  # on a GPU, too: copied in the time a sum would be
+        return within(tensor.reshape(-1).tolist(), limit)  # on a GPU, too: copied in the time a sum would be
     wide = torch.promote_types(tensor.dtype, torch.float32)
     return bool(_squares(tensor).item() <= min(limit * limit, torch.finfo(wide).max))  # limit**2 may overflow
 
 
-def fit(numbers: Sequence[float], limit: float) -> bool:
+def within(numbers: Sequence[float], limit: float) -> bool:
     """Whether all are within the limit, and none is NaN."""
     return not numbers or (-limit <= min(numbers) and max(numbers) <= limit and not any(map(isnan, numbers)))
 
@@ -74,7 +74,7 @@ def surely_finite(*tensors: Tensor) -> bool:
     if traced():
         return True
     if len(tensors) == 1 and tensors[0].numel() <= FEW:
-        return _fits(tensors[0], largest(tensors[0].dtype))
+        return _surely_within(tensors[0], largest(tensors[0].dtype))
     sums = [_squares(t) for t in tensors]
     return bool(sum(sums[1:], sums[0]).item() <= largest(tensors[0].dtype) ** 2)
 

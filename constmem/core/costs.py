@@ -113,7 +113,7 @@ class Report(Protocol):
 
 @contextmanager
 def progress(title: str, total: int, *, every: float = 15.0) -> Iterator[Report]:
-    """Show that `done` of `total` steps are behind us, how fast they go and how long the rest will take."""
+    """Show how many of `total` steps are done, how fast they go and how long the rest will take."""
     if sys.stderr.isatty():
         from rich.console import Console
 

@@ -68,7 +68,7 @@ def filled(parts: Iterator[tuple[Tensor, ...]], m: int) -> tuple[Tensor, ...]:
 
 
 def nothing() -> ValueError:
-    """The error of a stream that had no chunk."""
+    """The error of an iterable that had no chunk."""
     return ValueError(
         "the iterable yielded no chunk: if there is really no data, use model.empty(batch), "
         "which predicts the prior; an exhausted iterator cannot be used twice"

@@ -82,7 +82,7 @@ class MLP(nn.Module):
         return x
 
     def weights(self) -> list[tuple[Float[Tensor, "o i"], Float[Tensor, " o"]]] | None:
-        """Every layer's weight and bias, past the modules' calls and look-ups: small updates feel those.
+        """Every layer's weight and bias, past the modules' calls and look-ups, which slow small updates.
 
         None where a layer was replaced by one that is more than both, as quantization does.
         """
@@ -134,7 +134,7 @@ def applied(module: nn.Module, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether work may be put together there; asked first, since small queries feel every look-up."""
+    """Whether layers may be fused there; asked first, since every look-up slows small queries."""
     return x.is_cuda
 
 

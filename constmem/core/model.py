@@ -83,7 +83,7 @@ class Model(nn.Module, ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the parameters are made of."""
+        """The dtype of the parameters."""
         return self._buffers["_where"].dtype  # type: ignore[union-attr]
 
     def fingerprint(self) -> str:

@@ -101,7 +101,7 @@ class State(ABC):
         write_tensors(path, self.tensors(), self._header())
 
     def packed(self) -> bytes:
-        """What `save` writes, for a wire or another file."""
+        """What `save` writes, to be sent or kept in another file."""
         return bytes(packed(self.tensors(), self._header()))
 
     def _header(self) -> dict[str, str]:
@@ -278,7 +278,7 @@ def restored(settings: dict[str, Any] | None) -> Decay | Window | None:
 
 
 def require_possible(forget: Decay | Window | None, model: str, kind: type[State]) -> None:
-    """Refuse what is no way to forget, and ways that the states of a model do not allow."""
+    """Refuse values of `forget` that are none, and those that the states of a model do not allow."""
     if not isinstance(forget, Decay | Window | None):
         raise TypeError(f"forget must be None, Window(points=...) or Decay(half_life=...), not {forget!r}")
     if isinstance(forget, Decay) and not kind.WEIGHTED:

@@ -174,7 +174,7 @@ class Observation(nn.Module):
         if found.numbers is None:
             finite = checks.surely_finite(data)
         else:
-            finite = checks.fit(found.numbers(), checks.largest(data.dtype))
+            finite = checks.within(found.numbers(), checks.largest(data.dtype))
         return made if finite else None  # asked last: a GPU is at work meanwhile
 
     def chunk(self) -> int:

@@ -28,7 +28,7 @@ PIXELS = 0, 10, 30, 60, 120, 250  # shown of each digit
 
 @dataclass(frozen=True)
 class Moment:
-    """How two ways to learn stand after some rows.
+    """How good two ways to learn are after some rows.
 
     Attributes:
         seen: rows learned so far.

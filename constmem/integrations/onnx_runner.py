@@ -138,7 +138,7 @@ class Runner(Exported):
         self._set(self._blank(batch))
 
     def observe(self, x: Any, y: Any) -> None:
-        """Take in points: (n, channels), or (batch, n, channels) of several streams."""
+        """Observe points: (n, channels), or (batch, n, channels) of several streams."""
         x, y = self._points("x", x), self._points("y", y)
         if x.shape[1] != y.shape[1]:
             raise ValueError(f"x has {x.shape[1]} points, y {y.shape[1]}: give one y for each x")
@@ -147,7 +147,7 @@ class Runner(Exported):
             self._set(self._changed("update", x=x[:, here], y=y[:, here]))
 
     def merge(self, other: "Runner") -> None:
-        """Take in all that another stream of the same model has seen."""
+        """Merge all that another stream of the same model has seen."""
         if self.about["fingerprint"] != other.about["fingerprint"] or self.batch != other.batch:
             raise ValueError(
                 "only streams of the same exported model, and as many of them side by side, can be merged: "
@@ -219,7 +219,7 @@ class EventRunner(Exported):
         self._set(self._blank(len(begun)) | {"start": begun, "last_time": begun})
 
     def observe(self, times: Any, marks: Any = None) -> None:
-        """Take in events in order: (n,) of one stream, or (batch, n); marks of -1 are unknown."""
+        """Observe events in order: (n,) of one stream, or (batch, n); marks of -1 are unknown."""
         when = np.atleast_2d(np.asarray(times, dtype=np.float64))
         what = np.full(when.shape, 0 if self.about["num_marks"] == 1 else -1) if marks is None else marks
         what = np.atleast_2d(np.asarray(what))

@@ -242,7 +242,7 @@ class PredictTable(_Table):
 def graph(
     verb: Verb, given: tuple[Any, ...], axes: tuple[Any, ...], inputs: list[str], outputs: list[str]
 ) -> Any:
-    """A verb as a model of the package onnx, without notes on who made it where."""
+    """A verb as a model of the package onnx, without notes on where it was made."""
     import onnx
     import onnxscript
 
@@ -264,7 +264,7 @@ def graph(
 
 
 def _searchsorted(known: Any, asked: Any, *, right: bool = False, **_: Any) -> Any:
-    """How many of each row's known numbers, in order, are below each of those asked: ONNX has none such."""
+    """How many of each row's sorted numbers are below each of those asked: ONNX has no such operator."""
     from onnxscript import opset18
 
     rows, columns = opset18.Unsqueeze(known, [1]), opset18.Unsqueeze(asked, [2])

@@ -65,7 +65,7 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
         return 4096
 
     def _fold(self, chunks: list[Chunk]) -> S:
-        """The state of several chunks while learning: here as ever, keeping all a gradient needs."""
+        """The state of several chunks while learning: here plainly, keeping all a gradient needs."""
         return self._merged(chunks)
 
     def loss_noise(

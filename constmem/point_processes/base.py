@@ -115,7 +115,7 @@ class PointProcess(EventModel, Generic[S]):
             self._require_own(state)
             for part in streamed(state.last_time, times, marks, mask, self.num_marks, chunk):
                 if not self._looked:
-                    self._look_at(part.gaps)
+                    self._compare_gaps(part.gaps)
                 state = state.moved(part, self._observe(state, part))
             self._require_near(state.start, state.last_time)
             return self._claimed(state)

@@ -254,7 +254,7 @@ class EventModel(Model):
                 f"the events are on {events.device}, the model on {self.device}: "
                 f"use events.to({str(self.device)!r})"
             )
-        self._look_at(events.gaps)
+        self._compare_gaps(events.gaps)
 
     def _require_near(self, start: Tensor, times: Tensor) -> None:
         """Refuse times so far from their start that gaps between them are lost; a GPU is not waited for."""
@@ -270,7 +270,7 @@ class EventModel(Model):
                 "wrong time, or begin a new stream with a later t_start"
             )
 
-    def _look_at(self, gaps: Tensor) -> None:
+    def _compare_gaps(self, gaps: Tensor) -> None:
         """Warn once if gaps are far from those the model expects; a GPU is not waited for."""
         if self._looked or gaps.device.type != "cpu" or not bool((gaps > 0).any()):
             return

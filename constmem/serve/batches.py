@@ -25,7 +25,7 @@ log = logging.getLogger("constmem.serve")
 
 @dataclass(eq=False)
 class Observe:
-    """Rows to take in: columns, and where they come from."""
+    """Rows to observe: columns, and where they come from."""
 
     keys: list[str]
     x: Any
@@ -123,7 +123,7 @@ class Batches:
             self._deliver()
 
     def _answer(self, requests: list[Any], work: Callable[[], list[Any]]) -> None:
-        """Do work for some requests; where that fails, for each by itself, to find whose fault it is."""
+        """Do work for some requests; where that fails, for each by itself, to find which one failed."""
         try:
             answers = work()
         except Exception as error:

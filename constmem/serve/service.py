@@ -118,12 +118,12 @@ class Service:
             log.error("a request failed", exc_info=error)
             return failed(Failure(500, "internal", "the service failed to answer; its log says why"))
 
-    async def _body(self, said: bytes, receive: Receive) -> bytes:
+    async def _body(self, length: bytes, receive: Receive) -> bytes:
         """All of it, within the limits."""
         large = Failure(
             413, "too_large", f"a body has at most {self.limits.body:,} bytes: send fewer rows at a time"
         )
-        if not said.isdigit() or len(said) > 15 or int(said) > self.limits.body:
+        if not length.isdigit() or len(length) > 15 or int(length) > self.limits.body:
             raise large
         body = bytearray()
         while True:
@@ -218,7 +218,7 @@ def failed(failure: Failure) -> Answer:
 
 
 def _clean(message: str) -> str:
-    """What UTF-8 can hold, of a bearable length."""
+    """What UTF-8 can hold, cut to a sensible length."""
     return message[:1000].encode(errors="replace").decode()
 
 

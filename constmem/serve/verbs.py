@@ -1,4 +1,4 @@
-"""What a client may ask for: each verb checks a JSON object, and has it done with the others that wait."""
+"""What a client may ask for: each verb checks a JSON object, and is done together with others that wait."""
 
 from collections.abc import Callable
 from typing import Any

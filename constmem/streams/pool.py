@@ -68,7 +68,7 @@ class StreamPool:
     def observe(
         self, keys: Sequence[Hashable], x: Any, y: Any = None, *, start: Any = None, points: int = POINTS
     ) -> None:
-        """Take in rows, each of the stream that its key names; after an error the pool is as it was.
+        """Observe rows, each in the stream its key names; after an error the pool is as it was.
 
         Args:
             keys: one for each row, texts or whole numbers.
@@ -144,7 +144,7 @@ class StreamPool:
         return state
 
     def merge(self, other: "StreamPool") -> None:
-        """Take in all streams of another pool: states of the same key merge, as if one had seen both."""
+        """Merge all streams of another pool: states of the same key, as if one had seen both."""
         with other._writing:
             names, theirs = other.keys, other._taken(other.keys)
         if not names:
@@ -161,7 +161,7 @@ class StreamPool:
             self._put(made)
 
     def oldest(self, number: int) -> list[Hashable]:
-        """The keys that have waited longest since their last rows."""
+        """The keys whose last rows are the longest ago."""
         with self._writing:
             return [name for name, _ in zip(self._places, range(number), strict=False)]
 
@@ -289,7 +289,7 @@ class StreamPool:
 def condition_groups(
     model: Pooled, keys: Sequence[Hashable], x: Any, y: Any = None, *, points: int = POINTS
 ) -> tuple[list[Hashable], Any]:
-    """The different keys, in the order in which they first stand there, and the state of each one's rows."""
+    """The different keys, in the order in which they first appear, and the state of each one's rows."""
     pool = StreamPool(model)
     pool.observe(keys, x, y, points=points)
     names = list(dict.fromkeys(listed(keys)))

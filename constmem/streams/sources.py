@@ -33,7 +33,7 @@ class BadRowError(ValueError):
 
 
 def load_model(folder: str | os.PathLike[str]) -> AnyModel:
-    """Whatever model a folder holds, of points or of events, or one that comes with the package."""
+    """The model in a folder, of points or of events, or one that comes with the package."""
     about = read_config(home_of(folder) / CONFIG)
     family: Any = PointProcess if about["model"] in EVENTS else NeuralProcess
     found: AnyModel = family.from_pretrained(folder)
@@ -91,7 +91,7 @@ class Rows:
 
 
 def numbers(name: str, given: Any, width: int) -> list[float]:
-    """So many finite numbers; a single one may stand without a list."""
+    """A list of `width` finite numbers; a single one may stand without a list."""
     values = [given] if width == 1 and not isinstance(given, list) else given
     if not isinstance(values, list) or len(values) != width:
         many = "a number" if width == 1 else f"a list of {width} numbers"
@@ -105,7 +105,7 @@ def numbers(name: str, given: Any, width: int) -> list[float]:
 
 
 def column(given: list[Any], width: int) -> NDArray[np.float64] | None:
-    """So many finite numbers of each row, (rows, width); None where `numbers` would find something else."""
+    """`width` finite numbers of each row, (rows, width); None where `numbers` would find something else."""
     flat = given
     if set(map(type, given)) == {list}:
         if set(map(len, given)) != {width}:
@@ -142,7 +142,7 @@ class Consumer:
         self.taken = self.skipped = 0
 
     def take(self, batch: list[tuple[Any, str]]) -> None:
-        """Take in rows as they came, each with the position behind it: all, or those before a bad one."""
+        """Take rows as they came, each with the position behind it: all, or those before a bad one."""
         good: list[tuple[Row | None, str]] = []
         for given, position in batch:
             try:
@@ -194,7 +194,7 @@ def _parsed(given: bytes | dict[bytes, bytes]) -> Any:
 
 
 def consume_lines(consumer: Consumer, handle: int, *, batch: int = 512, stop: Stop = lambda: False) -> None:
-    """Take in JSON lines of a file descriptor, from behind those that were taken before, to the end.
+    """Take JSON lines of a file descriptor, from behind those that were taken before, to the end.
 
     The position is the number of lines, and a digest of them: after a stop, give the same lines again.
     """
@@ -243,7 +243,7 @@ def consume_redis(
     consumer: Consumer, url: str, stream: str, *, batch: int = 512, idle: float | None = None,
     stop: Stop = lambda: False,
 ) -> None:  # fmt: skip
-    """Take in a Redis stream, from behind the entry that was taken last; waits for more, and for Redis.
+    """Take a Redis stream, from behind the entry that was taken last; waits for more, and for Redis.
 
     An entry has a field `row` with a row as JSON, or the fields of a row, each as JSON; its key as it is.
 

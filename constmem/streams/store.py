@@ -1,4 +1,4 @@
-"""`Store`: streams by key that outlive the process: what it has answered for is on disk."""
+"""`Store`: streams by key that outlive the process: all that it has acknowledged is on disk."""
 
 import os
 from collections.abc import Hashable, Iterator, Sequence
@@ -24,8 +24,8 @@ class Store:
     """Streams of one model by key, in a file: any number of them, of which the latest used are in memory.
 
     When `observe` returns, its rows are on disk, and so is the position of the source they came from, in one
-    transaction. Rows go to a journal first. States are written later, some with each call, and who opens
-    the store again finds the journal taken in: all that was answered for, nothing twice. Rows of a stream are
+    transaction. Rows go to a journal first. States are written later, some with each call, and opening the
+    store again applies the journal: all that was acknowledged is there, nothing twice. Rows of a stream are
     taken one by one, so that every bit of its state depends on its own rows and their order alone: not on
     calls, other streams, or when the process was killed.
 
@@ -86,7 +86,7 @@ class Store:
         source: str | None = None,
         position: Position | None = None,
     ) -> bool:
-        """Take in rows, each of the stream its key names; when this returns, they are on disk.
+        """Observe rows, each in the stream its key names; when this returns, they are on disk.
 
         After an error nothing has changed, in memory or on disk.
 
@@ -125,12 +125,12 @@ class Store:
         return known != position
 
     def position(self, source: str) -> Position | None:
-        """How far a source was taken in; None: not at all."""
+        """The position of the last row taken from a source; None: nothing was."""
         with self._locked() as held:
             return held.positions.get(source)
 
     def move(self, source: str, position: Position) -> None:
-        """Remember how far a source was taken in, where nothing of it was to be kept."""
+        """Remember the position of a source of which all rows were left out."""
         _require_places({source: position})
         with self._locked() as held:
             held.take([], np.zeros(0, np.int64), Tensor(), None, {source: position})
@@ -153,7 +153,7 @@ class Store:
         return found
 
     def known(self, keys: Sequence[Hashable]) -> list[Hashable]:
-        """Those of the keys that there are."""
+        """Those of the keys that name a stream."""
         names = list(dict.fromkeys(_named(keys)))
         with self._locked() as held:
             held.load(names)
@@ -179,7 +179,7 @@ class Store:
             held.put(names, self.model.empty(len(names) if points else begun))  # type: ignore[arg-type]
 
     def merge(self, into: Hashable, other: Hashable) -> None:
-        """Let a stream have seen what another one has, too; the other stays."""
+        """Merge another stream into this one; the other stays as it is."""
         with self._locked() as held:
             mine, theirs = self.state([into]), self.state([other])
             if not isinstance(mine, Monoid):
@@ -187,7 +187,7 @@ class Store:
             held.put([into], mine.merge(theirs))
 
     def fork(self, key: Hashable, to: Hashable) -> None:
-        """A new stream that has seen what another one has; both go on from there."""
+        """Copy a stream to a new key; both go on from there, each by itself."""
         with self._locked() as held:
             state = self.state([key])
             self._require_new(_named([to]))
@@ -202,14 +202,14 @@ class Store:
             return len(names)
 
     def keys(self, prefix: str = "", *, after: str | None = None, most: int = 1000) -> list[str]:
-        """Texts that name streams, in order, from behind `after`."""
+        """The keys that are texts, in order, from the one behind `after`."""
         checks.positive("most", most)
         with self._locked() as held:
             held.flush()
             return self._database.keys(prefix, after, most)
 
     def flush(self) -> None:
-        """Write all states: the store opens faster then, and nothing is lost without."""
+        """Write all states: the store then opens faster; without, nothing is lost either."""
         with self._locked() as held:
             held.flush()
 

@@ -83,7 +83,7 @@ class Stream:
         self._writing = Lock()
 
     def observe(self, x: Any, y: Any = None, *, mask: Any = None, chunk: int = 4096) -> None:
-        """Take in more; after an error, or Ctrl-C, the stream is as it was before the call.
+        """Observe more; after an error, or Ctrl-C, the stream is as it was before the call.
 
         Args:
             x, y: points (batch, points, channels) or, of one stream, (points, channels), or (points,) of one

@@ -161,11 +161,11 @@ def _begin_with(model: Model, start: str) -> None:
     given = type(model).from_pretrained(start)
     theirs, mine = given.config, model.config  # either may leave out what is as ever
     differ = [key for key in theirs | mine if theirs.get(key) != mine.get(key)]
-    told = ", ".join(f"model.{key}={theirs.get(key)}" for key in differ)
+    named = ", ".join(f"model.{key}={theirs.get(key)}" for key in differ)
     if any(f"model.{key}" in FROM_DATA for key in differ):
-        raise ValueError(f"start={start} has weights for other data, {told}: begin without it")
+        raise ValueError(f"start={start} has weights for other data, {named}: begin without it")
     if differ:
-        raise ValueError(f"start={start} has weights for {told}: --set these too, or begin without it")
+        raise ValueError(f"start={start} has weights for {named}: --set these too, or begin without it")
     if isinstance(model, PointModel) and isinstance(given.scales, Scales):
         model.set_scales(given.scales)
     model.load_state_dict(model.state_dict() | given.state_dict())

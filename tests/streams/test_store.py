@@ -1,4 +1,4 @@
-"""The store: what it has answered for is there, once, bit for bit, whatever happens to the process."""
+"""The store: what it has acknowledged is there, once, bit for bit, whatever happens to the process."""
 
 import contextlib
 import errno
@@ -182,7 +182,7 @@ def kill_often(path: Path, times: int, seed: int) -> int:
         draw.random()
         with Store(path, MODEL, memory=1, journal=60) as store:
             found = int(store.position("test") or 0)
-            assert found >= acknowledged  # what was answered for is there
+            assert found >= acknowledged  # what was acknowledged is there
             at_work += found < 2000
             require_same(store, alone(MODEL, names[:found], x[:found], y[:found]))
         if found == 2000:
