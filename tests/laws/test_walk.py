@@ -1,4 +1,4 @@
-"""The way of a call: through few files, and with one look at the weights."""
+"""The way of a call: through few files, with the weights verified once."""
 
 import sys
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def test_conditioning_passes_eight_files_at_most_and_a_query_ten() -> None:
 
 
 @torch.no_grad()
-def test_every_call_looks_at_the_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_call_verifies_the_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: dict[str, int] = {"dim": 16, "depth": 1, "num_slots": 4, "num_latents": 4, "num_heads": 2}
     model, process = CMANP(dim_x=1, dim_y=1, **sizes).eval(), CMHP(num_marks=3, **sizes).eval()  # type: ignore[arg-type]
     x, y, one = torch.rand(1, 9, 1), torch.rand(1, 9, 1), torch.rand(1, 1, 1)
@@ -71,13 +71,13 @@ def test_every_call_looks_at_the_weights_once(monkeypatch: pytest.MonkeyPatch) -
         "query of events": lambda: process.query(events),
     }
     calls |= {f"{stream.forget}": lambda stream=stream: stream.observe(x, y) for stream in streams}  # type: ignore[misc]
-    looks: list[Snapshot] = []
+    verified: list[Snapshot] = []
     holds = Snapshot.holds
-    monkeypatch.setattr(Snapshot, "holds", lambda self, tensors: looks.append(self) or holds(self, tensors))
+    monkeypatch.setattr(Snapshot, "holds", lambda self, tensors: verified.append(self) or holds(self, tensors))
     found = {}
     for name, call in calls.items():
         call()
-        looks.clear()
+        verified.clear()
         call()
-        found[name] = len(looks)
+        found[name] = len(verified)
     assert found == dict.fromkeys(calls, 1)
