@@ -114,7 +114,7 @@ class PointProcess(EventModel, Generic[S]):
         with self._verified():
             self._require_own(state)
             for part in streamed(state.last_time, times, marks, mask, self.num_marks, chunk):
-                if not self._looked:
+                if not self._compared:
                     self._compare_gaps(part.gaps)
                 state = state.moved(part, self._observe(state, part))
             self._require_near(state.start, state.last_time)

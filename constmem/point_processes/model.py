@@ -177,7 +177,7 @@ class EventModel(Model):
         self.register_buffer("log_gap_mean", torch.tensor(0.0))
         self.register_buffer("log_gap_std", torch.tensor(1.0))
         self.register_buffer("tick", torch.tensor(1e-6))
-        self._looked = False  # whether gaps were compared with those expected
+        self._compared = False  # whether gaps were compared with those expected
 
     @abstractmethod
     def _blank(self, batch: int) -> dict[str, Tensor]:
@@ -213,7 +213,7 @@ class EventModel(Model):
         self.log_gap_std.fill_(gaps.log().std().clamp_min(1e-3))
         self.tick.fill_(gaps.min())
         self.unit = self.config["unit"] = events.unit
-        self._looked = False
+        self._compared = False
         self._require_near(events.t_start, events.times)
 
     # Inside
@@ -272,9 +272,9 @@ class EventModel(Model):
 
     def _compare_gaps(self, gaps: Tensor) -> None:
         """Warn once if gaps are far from those the model expects; a GPU is not waited for."""
-        if self._looked or gaps.device.type != "cpu" or not bool((gaps > 0).any()):
+        if self._compared or gaps.device.type != "cpu" or not bool((gaps > 0).any()):
             return
-        self._looked = True
+        self._compared = True
         typical = gaps[gaps > 0].log().median()
         if bool((typical - self.log_gap_mean).abs() > FAR * self.log_gap_std):
             warnings.warn(

@@ -71,13 +71,13 @@ def test_every_call_verifies_the_weights_once(monkeypatch: pytest.MonkeyPatch) -
         "query of events": lambda: process.query(events),
     }
     calls |= {f"{stream.forget}": lambda stream=stream: stream.observe(x, y) for stream in streams}  # type: ignore[misc]
-    verified: list[Snapshot] = []
+    seen: list[Snapshot] = []
     holds = Snapshot.holds
-    monkeypatch.setattr(Snapshot, "holds", lambda self, tensors: verified.append(self) or holds(self, tensors))
+    monkeypatch.setattr(Snapshot, "holds", lambda self, tensors: seen.append(self) or holds(self, tensors))
     found = {}
     for name, call in calls.items():
         call()
-        verified.clear()
+        seen.clear()
         call()
-        found[name] = len(verified)
+        found[name] = len(seen)
     assert found == dict.fromkeys(calls, 1)
