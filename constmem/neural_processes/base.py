@@ -178,7 +178,7 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
                 made = self._signed(made)
             return made
 
-        return self._while_verifying(extended, updates=x.shape[1:2] == (1,))
+        return self._while_verifying(extended, updates=isinstance(x, Tensor) and x.shape[1:2] == (1,))
 
     def predict(self, memory: M, xt: Float[Tensor, "b m x"], *, chunk: int = 4096) -> Distribution:
         """The predictive distribution at the targets, from what `read` gave."""
