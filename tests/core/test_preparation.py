@@ -391,7 +391,7 @@ def looks_later(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     done: list[str] = []
     begun: list[Any] = []
 
-    def begin(snapshot: Snapshot, tensors: list[Tensor], *, waits: bool = False) -> bool:
+    def begin(snapshot: Snapshot, tensors: list[Tensor], **_: bool) -> bool:
         done.append("begun")
         begun.append(snapshot.holds(tensors))
         return True
