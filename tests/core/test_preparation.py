@@ -391,7 +391,7 @@ def verified_later(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     done: list[str] = []
     begun: list[Any] = []
 
-    def begin(snapshot: Snapshot, tensors: list[Tensor], *, deferred: bool = False) -> bool:  # noqa: ARG001
+    def begin(snapshot: Snapshot, tensors: list[Tensor], **_: bool) -> bool:
         done.append("begun")
         begun.append(snapshot.holds(tensors))
         return True

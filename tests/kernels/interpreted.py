@@ -167,7 +167,7 @@ def extend(*, dim: int, heads: int, slots: int, tasks: int, depth: int) -> dict[
 
 
 def verifies() -> dict[str, Any]:
-    """Launches of an update by weights known before; what it answers to others, and of numbers not there."""
+    """Launches of an update by weights known before; its answers to others, and to points of NaN."""
     from constmem.kernels import triton_states
 
     gpu.precision_of = lambda _: "exact"
