@@ -213,10 +213,10 @@ class EventRunner(Exported):
 
     def __init__(self, folder: str | os.PathLike[str], *, start: Any = (0.0,), threads: int = 1) -> None:
         super().__init__(folder, threads)
-        begun = np.asarray(start, dtype=np.float64).copy()
-        if begun.ndim != 1 or not len(begun) or not np.isfinite(begun).all():
+        starts = np.asarray(start, dtype=np.float64).copy()
+        if starts.ndim != 1 or not len(starts) or not np.isfinite(starts).all():
             raise ValueError(f"start must be one finite number for each stream, not {start!r}")
-        self._set(self._blank(len(begun)) | {"start": begun, "last_time": begun})
+        self._set(self._blank(len(starts)) | {"start": starts, "last_time": starts})
 
     def observe(self, times: Any, marks: Any = None) -> None:
         """Observe events in order: (n,) of one stream, or (batch, n); marks of -1 are unknown."""

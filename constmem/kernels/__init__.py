@@ -6,6 +6,7 @@
 - `fold` conditions while learning; `attention` and `feed_forward` are whole layers: kernels on a GPU.
 - A `Program` of `Layer`s reads, `quantiles`, `gap_vectors` and `turned` predict events: machine code.
 - `Graphs` captures what a model does over and over on a GPU.
+- `absorb`, `joined`, `accumulate`, `chunk` and `cache_folder` are what these share with those who call them.
 
 All but the first return None where no such path serves, and PyTorch's operators do. A path that fails says so
 in one line of the log and is not tried again: `PATHS` shows why (`failed`), `reset()` forgets it.

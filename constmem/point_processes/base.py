@@ -63,9 +63,9 @@ class PointProcess(EventModel, Generic[S]):
             start: one time, or one for each stream.
             last_time: when the event before was, for a later part of a stream (see `observe`).
         """
-        begun = moments("start", start).to(self.device)
-        last = begun if last_time is None else moments("last_time", last_time).to(self.device)
-        return self._claimed(self._nothing(begun, last.expand_as(begun)))
+        starts = moments("start", start).to(self.device)
+        last = starts if last_time is None else moments("last_time", last_time).to(self.device)
+        return self._claimed(self._nothing(starts, last.expand_as(starts)))
 
     def observe(self, events: Events, *, start: Moments | None = None, chunk: int = 4096) -> S:
         """The state of exactly these events: states of consecutive parts of a stream `merge`.

@@ -55,8 +55,8 @@ class StreamPool:
             checks.positive("most", most)
         self.model: Any = by_key(model)
         self.most = most
-        begun: Any = 0.0 if isinstance(self.model, PointProcess) else 1
-        one = self.model.empty(begun)
+        of_one: Any = 0.0 if isinstance(self.model, PointProcess) else 1
+        one = self.model.empty(of_one)
         require_one_size(self.model, one)
         self._blank: State = one
         self._table = {name: t[:0] for name, t in one.tensors().items()}
@@ -222,8 +222,8 @@ class StreamPool:
         if not isinstance(self.model, PointProcess):
             state = self._states(names, self._blank)
             return self.model.update(state, x, y, mask=None if rows.min() >= 0 else mask)
-        begun = x[:, 0] if start is None else torch.full((len(names),), float(start))
-        fresh = self.model.empty(begun)
+        starts = x[:, 0] if start is None else torch.full((len(names),), float(start))
+        fresh = self.model.empty(starts)
         return self.model.update(self._states(names, fresh), x, y, mask=mask)
 
     def _states(self, names: list[Hashable], fresh: Any) -> Any:

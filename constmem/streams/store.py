@@ -171,12 +171,12 @@ class Store:
     def create(self, keys: Sequence[Hashable], *, start: Any = 0.0) -> None:
         """New streams that have seen nothing; of events, `start` is when observation began."""
         names = list(dict.fromkeys(_named(keys)))
-        begun = checks.one_each("start", start, len(names), self.model.device).double()
-        checks.all_finite("start", begun)
+        starts = checks.one_each("start", start, len(names), self.model.device).double()
+        checks.all_finite("start", starts)
         with self._locked() as held:
             self._require_new(names)
             points = isinstance(self.model, NeuralProcess)
-            held.put(names, self.model.empty(len(names) if points else begun))  # type: ignore[arg-type]
+            held.put(names, self.model.empty(len(names) if points else starts))  # type: ignore[arg-type]
 
     def merge(self, into: Hashable, other: Hashable) -> None:
         """Merge another stream into this one; the other stays as it is."""

@@ -78,7 +78,7 @@ class Stream:
         if isinstance(model, NeuralProcess):
             self._held = _Held((model.empty(batch),))
         else:
-            self._held = _Held(() if start is None else (self._begun(start),))
+            self._held = _Held(() if start is None else (self._empty(start),))
         self._reading: _Reading | None = None
         self._writing = Lock()
 
@@ -94,7 +94,7 @@ class Stream:
         checks.positive("chunk", chunk)
         given = self._given(x, y, mask)
         with self._writing, torch.no_grad():
-            held = self._held if self._held.parts else _Held((self._begun(_first_times(*given)),))
+            held = self._held if self._held.parts else _Held((self._empty(_first_times(*given)),))
             self._held = self._extended(held, given, chunk)
 
     def predict(self, xt: Any = None, *, chunk: int = 4096) -> Any:
@@ -201,10 +201,10 @@ class Stream:
             return tensor.reshape(1, -1, dim)
         return tensor
 
-    def _begun(self, start: Any) -> Any:
+    def _empty(self, start: Any) -> Any:
         """The state of streams of events that begin."""
-        begun: Any = checks.one_each("start", start, self.batch, self.model.device)
-        return self.model.empty(begun)
+        starts: Any = checks.one_each("start", start, self.batch, self.model.device)
+        return self.model.empty(starts)
 
     def _read(self, held: _Held) -> Any:
         """What predictions need of what is held: as remembered, if nothing has changed since."""

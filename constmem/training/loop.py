@@ -113,12 +113,12 @@ def train(
         describe(asdict(run), out, resume=resume, own=own, where=where, older=model.older)
         peak = Peak(where)
         keeper = Keeper(out, lr=run.recipe.lr, model=model, optimiser=optimiser, generator=generator)
-        begun = keeper.load() if goes_on else 0
-        log = stack.enter_context(contextlib.closing(Log(out, begun, source.statement)))
+        started = keeper.load() if goes_on else 0
+        log = stack.enter_context(contextlib.closing(Log(out, started, source.statement)))
         stack.enter_context(_arithmetic(model, run.recipe.precision, where))
         report = stack.enter_context(progress(f"{run.dataset}/{run.model}", run.recipe.steps))
         interrupted = stack.enter_context(_interruptible())
-        done, saved = begun, time.monotonic()
+        done, saved = started, time.monotonic()
         losses: list[Tensor] = []  # since they were last read: noting one waits for no device
         while done < last:
             losses.append(step_of(_rate(run.recipe, done)).clone())  # a captured step writes over its last

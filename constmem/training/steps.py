@@ -233,16 +233,16 @@ class ByShape:
     Args:
         step: from a batch and a generator (None: PyTorch's own) to the loss.
         seeds: draws the seed of a step from a generator; none where nothing is dropped.
-        fits: whether the step of a batch can be captured.
+        capturable: whether the step of a batch can be captured.
     """
 
     def __init__(
         self,
         step: Callable[[Events, torch.Generator | None], Tensor],
         seeds: Callable[[torch.Generator], list[int]],
-        fits: Callable[[Events], bool],
+        capturable: Callable[[Events], bool],
     ) -> None:
-        self._step, self._seeds, self._fits = step, seeds, fits
+        self._step, self._seeds, self._capturable = step, seeds, capturable
         self._met: Counter[Any] = Counter()
         self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Events, Tensor]] = {}
         self._pool: Any = torch.cuda.graph_pool_handle()
@@ -252,7 +252,7 @@ class ByShape:
         """Take one step."""
         shape = batch.times.shape
         self._met[shape] += 1
-        if self._met[shape] < MET or not self._fits(batch):
+        if self._met[shape] < MET or not self._capturable(batch):
             return _aside(self._side, lambda: self._step(batch, generator))
         if shape not in self._graphs:
             self._graphs[shape] = self._captured(batch)
