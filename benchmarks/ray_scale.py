@@ -31,9 +31,9 @@ from constmem.core.monoid import merged
 from constmem.integrations.ray import ROWS, condition_dataset, condition_groups_dataset
 from constmem.streams.pool import condition_groups
 
-FILES, KEYS = 16, 1000
+FILES, TASKS, KEYS = 16, 4, 1000
 MODELS: dict[str, dict[str, Any]] = {"small": SMALL, "paper": {"dim_x": 1, "dim_y": 1}}
-COLUMNS = {"x": ["x"], "y": ["y"]}
+COLUMNS: dict[str, Any] = {"x": ["x"], "y": ["y"]}
 MERGED = 256  # states, to time a merge
 MARKS = "<!-- cost model: benchmarks/ray_scale.py --table -->", "<!-- end of the cost model -->"
 
@@ -63,11 +63,11 @@ def by_ray(model: CMANP, folder: Path, workers: int, grouped: bool) -> Any:
     """The same by workers."""
     import ray
 
-    rows = ray.data.read_parquet(str(folder))
-    rows.context.execution_options.resource_limits = ray.data.ExecutionResources(cpu=workers)
+    rows = ray.data.read_parquet(str(folder), concurrency=workers, override_num_blocks=TASKS)
+    how: dict[str, Any] = COLUMNS | {"workers": workers, "batch_size": None}
     if not grouped:
-        return condition_dataset(model, rows, **COLUMNS, workers=workers)
-    pool = condition_groups_dataset(model, rows, key="key", **COLUMNS, workers=workers)
+        return condition_dataset(model, rows, **how)
+    pool = condition_groups_dataset(model, rows, key="key", **how)
     return pool.state(sorted(pool.keys, key=int))
 
 
@@ -177,7 +177,10 @@ def main() -> None:
     own = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "OMP_NUM_THREADS": "1"}
     ray.init(num_cpus=2, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False,
              runtime_env={"env_vars": own})  # fmt: skip
-    ray.data.DataContext.get_current().enable_progress_bars = False
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.use_datasource_v2 = False  # else up to 32 processes are started to read the ends of files
+    context.op_resource_reservation_enabled = False  # else the first second is one worker's
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     whole = FILES * (given.rows // FILES)
     with tempfile.TemporaryDirectory() as folder:

@@ -11,7 +11,7 @@ import torch
 from constmem.core.monoid import merged
 from constmem.neural_processes import NeuralProcess
 from constmem.streams import require_one_size
-from constmem.streams.pool import StreamPool, condition_groups
+from constmem.streams.pool import StreamPool
 
 ROWS = 2**19  # observed at once by a worker, which sends one state of them
 GROUPED = 2**20  # the same where it sends one for each key among them
@@ -25,7 +25,7 @@ def condition_dataset(
     *,
     x: Sequence[str],
     y: Sequence[str],
-    batch_size: int = ROWS,
+    batch_size: int | None = ROWS,
     workers: int = 2,
 ) -> Any:
     """The state of all rows of a dataset: `model.condition` of a table that fits on no machine.
@@ -37,14 +37,16 @@ def condition_dataset(
         model: whose states merge: CMANP, CNP, NP.
         dataset: of `ray.data`: from Parquet, CSV and others; filtered and mapped as one likes.
         x, y: the columns of inputs and outputs.
-        batch_size: rows that a worker observes at once.
+        batch_size: rows of which a worker sends one state. None: the blocks of the dataset as they are, which
+            saves a step; of a dataset read with `concurrency=workers` they are observed where they are read.
         workers: how many, each with a CPU of its own.
 
     Example:
         state = condition_dataset(model, ray.data.read_parquet("s3://..."), x=["lon", "lat"], y=["heat"])
     """
     _require(model, x, y)
-    made = _mapped(dataset, _Conditioned(_folder(model), [*x], [*y]), [*x, *y], batch_size, workers)
+    work = _Conditioned(_folder(model), [*x], [*y], batch_size or ROWS)
+    made = _mapped(dataset, work, [*x, *y], batch_size, workers)
     state: Any = merged(model.state_type.unpacked(row["state"]) for row in made)
     return model.empty(1) if state is None else state.to(model.device)
 
@@ -56,16 +58,17 @@ def condition_groups_dataset(
     key: str,
     x: Sequence[str],
     y: Sequence[str],
-    batch_size: int = GROUPED,
+    batch_size: int | None = GROUPED,
     workers: int = 2,
 ) -> StreamPool:
     """A pool with the state of each key's rows, wherever in the dataset they stand.
 
-    States travel, not rows: no shuffle of the dataset. A worker sends one state for each key of a batch, so
-    a dataset that is sorted by key, or batches that are large, send least.
+    States travel, not rows: no shuffle of the dataset. A worker sends one state for each key of a batch (of a
+    block, where `batch_size` is None), so a dataset that is sorted by key, or batches that are large, send
+    least.
     """
     _require(model, x, y)
-    work = _Grouped(_folder(model), [*x], [*y], key)
+    work = _Grouped(_folder(model), [*x], [*y], batch_size or GROUPED, key)
     pool = StreamPool(model)
     for row in _mapped(dataset, work, [key, *x, *y], batch_size, workers):
         names: list[Hashable] = [k.item() if hasattr(k, "item") else k for k in row["keys"]]
@@ -90,7 +93,8 @@ def states_aggregate(
     from ray.data.block import BlockAccessor
 
     _require(model, x, y)
-    work, kind, nothing = _Conditioned(_folder(model), [*x], [*y]), model.state_type, model.empty(1).packed()
+    work = _Conditioned(_folder(model), [*x], [*y], ROWS)
+    kind, nothing = model.state_type, model.empty(1).packed()
 
     def merge(one: bytes, other: bytes) -> bytes:
         made: bytes = kind.unpacked(one).merge(kind.unpacked(other)).packed()
@@ -129,8 +133,9 @@ def fit_dataset(
 class _Conditioned:
     """From batches of rows to states."""
 
-    def __init__(self, model: dict[str, bytes], x: list[str], y: list[str]) -> None:
+    def __init__(self, model: dict[str, bytes], x: list[str], y: list[str], rows: int) -> None:
         self.model, self.x, self.y = model, x, y
+        self.rows = rows  # observed at once
         self._made: Any = None
 
     def _loaded(self) -> Any:
@@ -152,24 +157,27 @@ class _Conditioned:
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         model = self._loaded()
         x, y = (self._rows(batch, columns)[None].to(model.dtype) for columns in (self.x, self.y))
+        pieces = zip(x.split(self.rows, 1), y.split(self.rows, 1), strict=True)
         with torch.no_grad():
-            return {"state": _cell(model.condition(x, y).packed())}
+            state: Any = merged(model.condition(*piece) for piece in pieces)
+        return {"state": _cell(state.packed())}
 
 
 class _Grouped(_Conditioned):
     """From batches of rows to the states of their keys."""
 
-    def __init__(self, model: dict[str, bytes], x: list[str], y: list[str], key: str) -> None:
-        super().__init__(model, x, y)
+    def __init__(self, model: dict[str, bytes], x: list[str], y: list[str], rows: int, key: str) -> None:
+        super().__init__(model, x, y, rows)
         self.key = key
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         model = self._loaded()
         x, y = (self._rows(batch, columns).to(model.dtype) for columns in (self.x, self.y))
-        names, state = condition_groups(model, batch[self.key], x, y)
-        keys = np.empty(1, object)
-        keys[0] = np.asarray(names)
-        return {"keys": keys, "state": _cell(state.packed())}
+        pool = StreamPool(model)
+        for start in range(0, len(x), self.rows):
+            piece = slice(start, start + self.rows)
+            pool.observe(batch[self.key][piece], x[piece], y[piece])
+        return {"keys": _cell(np.asarray(pool.keys)), "state": _cell(pool.state(pool.keys).packed())}
 
 
 class _Fitted:
@@ -186,7 +194,7 @@ class _Fitted:
 
 
 def _mapped(
-    dataset: Any, work: "_Conditioned | _Fitted", columns: list[str], batch_size: int, workers: int
+    dataset: Any, work: "_Conditioned | _Fitted", columns: list[str], batch_size: int | None, workers: int
 ) -> Iterable[dict[str, Any]]:
     """What the workers make of the dataset's batches, as it comes."""
     schema = dataset.schema()
@@ -197,8 +205,9 @@ def _mapped(
     of_frames = "pandas" if isinstance(work, _Fitted) else "numpy"
     from ray.data import TaskPoolStrategy  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-    # Readers make few blocks, of any size: the largest of them would keep one worker busy, and the rest idle.
-    blocks = dataset.select_columns(columns).repartition(target_num_rows_per_block=batch_size)
+    blocks = dataset.select_columns(columns)
+    if batch_size is not None:  # the largest block would keep one worker busy, and the rest idle
+        blocks = blocks.repartition(target_num_rows_per_block=batch_size)
     made = blocks.map_batches(
         work.__call__,
         batch_size=batch_size,
@@ -231,7 +240,7 @@ def _folder(model: NeuralProcess[Any, Any]) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
-def _cell(content: bytes) -> Any:
+def _cell(content: Any) -> Any:
     made = np.empty(1, object)
     made[0] = content
     return made

@@ -15,7 +15,7 @@ from constmem.core import checks
 from constmem.core.files import read_tensors, write_tensors
 from constmem.core.monoid import NOTHING, State
 from constmem.point_processes import PointProcess
-from constmem.streams import Pooled, Table, by_key, checked, grouped, listed, require_one_size, rows_of
+from constmem.streams import Pooled, Table, by_key, checked, grouped, listed, named, require_one_size, rows_of
 
 KIND, VERSION = "constmem.pool", 1
 KEYS = "keys"  # the tensor of a file that holds them, as JSON in UTF-8
@@ -79,10 +79,10 @@ class StreamPool:
         """
         checks.positive("points", points)
         given = rows_of(self.model, x, y)
-        rows = listed(keys)
+        rows = named(keys)
         if len(rows) != len(given[0]):
             raise ValueError(f"there are {len(rows)} keys, but {len(given[0])} rows: each row needs one")
-        if not rows:
+        if not len(rows):
             return
         order, groups = grouped(rows, points)
         with self._writing, torch.no_grad():
