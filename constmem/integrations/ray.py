@@ -1,6 +1,6 @@
 """States and estimators from a Ray Dataset: workers observe their blocks, and the states are merged."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -11,6 +11,7 @@ import torch
 from constmem.core.monoid import merged
 from constmem.neural_processes import NeuralProcess
 from constmem.streams import require_one_size
+from constmem.streams.journal import Layout
 from constmem.streams.pool import StreamPool
 
 ROWS = 2**19  # observed at once by a worker, which sends one state of them
@@ -47,8 +48,9 @@ def condition_dataset(
     _require(model, x, y)
     work = _Conditioned(_folder(model), [*x], [*y], batch_size or ROWS)
     made = _mapped(dataset, work, [*x, *y], batch_size, workers)
-    state: Any = merged(model.state_type.unpacked(row["state"]) for row in made)
-    return model.empty(1) if state is None else state.to(model.device)
+    layout = Layout(model, model.empty(1), single=False)
+    state: Any = merged(layout.of_rows(row[None]) for rows in made for row in rows["state"])
+    return model.empty(1) if state is None else state
 
 
 def condition_groups_dataset(
@@ -69,12 +71,12 @@ def condition_groups_dataset(
     """
     _require(model, x, y)
     work = _Grouped(_folder(model), [*x], [*y], batch_size or GROUPED, key)
-    pool = StreamPool(model)
-    for row in _mapped(dataset, work, [key, *x, *y], batch_size, workers):
-        names: list[Hashable] = [k.item() if hasattr(k, "item") else k for k in row["keys"]]
-        part = StreamPool(model)
-        part.put(names, model.state_type.unpacked(row["state"]).to(model.device))
-        pool.merge(part)
+    pool, layout = StreamPool(model), Layout(model, model.empty(1), single=False)
+    for rows in _mapped(dataset, work, [key, *x, *y], batch_size, workers):
+        starts = np.flatnonzero(rows["first"][1:]) + 1  # a block may be of several batches
+        columns = (np.split(rows[name], starts) for name in ("key", "state"))
+        for names, states in zip(*columns, strict=True):
+            pool._merge(names.tolist(), layout.of_rows(states))
     return pool
 
 
@@ -102,7 +104,7 @@ def states_aggregate(
 
     def accumulate(held: bytes, block: Any) -> bytes:
         rows: Any = BlockAccessor.for_block(block)
-        return merge(held, work(rows.to_numpy([*x, *y]))["state"][0]) if rows.num_rows() else held
+        return merge(held, work.state(rows.to_numpy([*x, *y])).packed()) if rows.num_rows() else held
 
     # A plain AggregateFn: of one that names its column, all other columns are dropped.
     return AggregateFn(init=lambda _: nothing, merge=merge, name=name, accumulate_block=accumulate)
@@ -126,7 +128,8 @@ def fit_dataset(
     base = one.spawn()
     work = _Fitted(type(one), _saved(base), names, target)
     rows = _mapped(dataset, work, [*names, target], batch_size, workers)
-    one.learner_ = base.merge(merged(_loaded(type(one), row["state"]) for row in rows)).learner_
+    states = (_loaded(type(one), content) for each in rows for content in each["state"])
+    one.learner_ = base.merge(merged(states)).learner_
     return estimator
 
 
@@ -154,13 +157,21 @@ class _Conditioned:
             raise ValueError(f"column {columns[column]!r} holds {made[row, column]}: leave such rows out")
         return torch.from_numpy(made)
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def state(self, batch: dict[str, Any]) -> Any:
+        """The state of all of them."""
         model = self._loaded()
         x, y = (self._rows(batch, columns)[None].to(model.dtype) for columns in (self.x, self.y))
         pieces = zip(x.split(self.rows, 1), y.split(self.rows, 1), strict=True)
         with torch.no_grad():
-            state: Any = merged(model.condition(*piece) for piece in pieces)
-        return {"state": _cell(state.packed())}
+            return merged(model.condition(*piece) for piece in pieces)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {"state": self._sent(self.state(batch))}
+
+    def _sent(self, state: Any) -> Any:
+        """States as Ray carries them: a line of bytes for each."""
+        model = self._loaded()
+        return Layout(model, model.empty(1), single=False).rows(state)
 
 
 class _Grouped(_Conditioned):
@@ -177,7 +188,8 @@ class _Grouped(_Conditioned):
         for start in range(0, len(x), self.rows):
             piece = slice(start, start + self.rows)
             pool.observe(batch[self.key][piece], x[piece], y[piece])
-        return {"keys": _cell(np.asarray(pool.keys)), "state": _cell(pool.state(pool.keys).packed())}
+        first = np.arange(len(pool)) == 0
+        return {"key": np.asarray(pool.keys), "first": first, "state": self._sent(pool.state(pool.keys))}
 
 
 class _Fitted:
@@ -190,13 +202,15 @@ class _Fitted:
         torch.set_num_threads(1)
         own = _loaded(self.kind, self.base)
         own.partial_fit(batch[self.names], batch[self.target])
-        return {"state": _cell(_saved(own))}
+        state = np.empty(1, object)
+        state[0] = _saved(own)
+        return {"state": state}
 
 
 def _mapped(
     dataset: Any, work: "_Conditioned | _Fitted", columns: list[str], batch_size: int | None, workers: int
 ) -> Iterable[dict[str, Any]]:
-    """What the workers make of the dataset's batches, as it comes."""
+    """Columns of what the workers make of the dataset's batches, as it comes."""
     schema = dataset.schema()
     if schema is None:
         return ()
@@ -215,8 +229,8 @@ def _mapped(
         compute=TaskPoolStrategy(size=workers),
         num_cpus=1,
     )
-    rows: Iterable[dict[str, Any]] = made.iter_rows()
-    return rows
+    columns_made: Iterable[dict[str, Any]] = made.iter_batches(batch_size=None, batch_format="numpy")
+    return columns_made
 
 
 def _require(model: NeuralProcess[Any, Any], x: Sequence[str], y: Sequence[str]) -> None:
@@ -238,12 +252,6 @@ def _folder(model: NeuralProcess[Any, Any]) -> dict[str, bytes]:
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-
-
-def _cell(content: Any) -> Any:
-    made = np.empty(1, object)
-    made[0] = content
-    return made
 
 
 def _saved(estimator: Any) -> bytes:

@@ -147,6 +147,10 @@ class StreamPool:
         """Take in all streams of another pool: states of the same key merge, as if one had seen both."""
         with other._writing:
             names, theirs = other.keys, other._taken(other.keys)
+        self._merge(names, theirs)
+
+    def _merge(self, names: list[Hashable], theirs: Any) -> None:
+        """The same with states that are in no pool."""
         if not names:
             return
         self.model._require_own(theirs)
@@ -155,9 +159,9 @@ class StreamPool:
             known = torch.tensor([name in self._places for name in names], device=theirs.device)
             shared = [name for name in names if name in self._places]
             new = [name for name in names if name not in self._places]
-            made = [(new, theirs.select(~known))] if new else []
+            made = [(new, theirs.select(~known) if shared else theirs)] if new else []
             if shared:
-                made.append((shared, self._taken(shared).merge(theirs.select(known))))
+                made.append((shared, self._taken(shared).merge(theirs.select(known) if new else theirs)))
             self._put(made)
 
     def oldest(self, number: int) -> list[Hashable]:
