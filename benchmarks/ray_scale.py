@@ -4,10 +4,11 @@ python benchmarks/ray_scale.py [--rows 10000000] [--model small,paper] [--rounds
 python benchmarks/ray_scale.py --table     # the cost model in docs/streams.md, from the committed rows
 
 The rows are Parquet files on this disk: an input, an output, and one of 1,000 keys for the grouped form. A
-worker has one CPU and one thread, and all of Ray's work on the dataset has as many CPUs as there are workers:
-one worker reads its rows, too. Workers are started before the clock; both numbers of workers take turns. CPU
-seconds are those of all workers, and of the busiest: on cores that others use, too, they say what wall time
-cannot. Rows go to results/ray_scale.json as they come; those of the same model and form are replaced.
+worker has one CPU and one thread, and does one task at a time. A task reads four files and observes them:
+there is no other work on the dataset. Workers are started before the clock; both numbers of workers take
+turns. CPU seconds are those of all workers, of the busiest, and of the process that merges what they send: on
+cores that others use, too, they say what wall time cannot. Rows go to results/ray_scale.json as they come;
+those of the same model and form are replaced.
 """
 
 import argparse
@@ -29,11 +30,12 @@ from service import SMALL, used
 from constmem import CMANP
 from constmem.core.monoid import merged
 from constmem.integrations.ray import ROWS, condition_dataset, condition_groups_dataset
+from constmem.streams.journal import Layout
 from constmem.streams.pool import condition_groups
 
-FILES, KEYS = 16, 1000
+FILES, TASKS, KEYS = 16, 4, 1000
 MODELS: dict[str, dict[str, Any]] = {"small": SMALL, "paper": {"dim_x": 1, "dim_y": 1}}
-COLUMNS = {"x": ["x"], "y": ["y"]}
+COLUMNS: dict[str, Any] = {"x": ["x"], "y": ["y"]}
 MERGED = 256  # states, to time a merge
 MARKS = "<!-- cost model: benchmarks/ray_scale.py --table -->", "<!-- end of the cost model -->"
 
@@ -63,11 +65,12 @@ def by_ray(model: CMANP, folder: Path, workers: int, grouped: bool) -> Any:
     """The same by workers."""
     import ray
 
-    rows = ray.data.read_parquet(str(folder))
-    rows.context.execution_options.resource_limits = ray.data.ExecutionResources(cpu=workers)
+    rows = ray.data.read_parquet(str(folder), concurrency=workers, override_num_blocks=TASKS)
+    rows.context.op_resource_reservation_enabled = False  # else the first second is one worker's
+    how: dict[str, Any] = COLUMNS | {"workers": workers, "batch_size": None}
     if not grouped:
-        return condition_dataset(model, rows, **COLUMNS, workers=workers)
-    pool = condition_groups_dataset(model, rows, key="key", **COLUMNS, workers=workers)
+        return condition_dataset(model, rows, **how)
+    pool = condition_groups_dataset(model, rows, key="key", **how)
     return pool.state(sorted(pool.keys, key=int))
 
 
@@ -90,17 +93,21 @@ def measured(name: str, folder: Path, rows: int, rounds: int, grouped: bool) -> 
     expected = one_pass(model, folder, grouped)
     took: dict[int, list[Row]] = {1: [], 2: []}
     for workers in (1, 2) * rounds:
-        before, start = spent(), time.perf_counter()
+        before, own, start = spent(), time.process_time(), time.perf_counter()
         state = by_ray(model, folder, workers, grouped)
-        wall = time.perf_counter() - start
+        wall, own = time.perf_counter() - start, time.process_time() - own
         cpu = [now - before.get(pid, 0.0) for pid, now in spent().items()]
         apart = float((state.value - expected.value).abs().max())
         assert torch.equal(state.count, expected.count)
-        figures = {"seconds": wall, "cpu_seconds": sum(cpu), "busiest_cpu_seconds": max(cpu), "apart": apart}
+        figures = {
+            "seconds": wall, "cpu_seconds": sum(cpu), "busiest_cpu_seconds": max(cpu),
+            "merging_cpu_seconds": own, "apart": apart,
+        }  # fmt: skip
         took[workers].append({key: float(f"{value:.4g}") for key, value in figures.items()})
         print(name, "grouped" if grouped else "whole", workers, took[workers][-1], flush=True)
-    parts = [state.select(slice(0, 1))] * MERGED
-    merge = min(seconds(lambda: merged(type(state).unpacked(part.packed()) for part in parts)) for _ in "123")
+    layout = Layout(model, model.empty(1), single=False)
+    sent = layout.rows(state.select(slice(0, 1)))
+    merge = min(seconds(lambda: merged(layout.of_rows(sent) for _ in range(MERGED))) for _ in "123")
     return [
         {
             "model": name, "grouped": grouped, "workers": workers, "rows": rows, "rounds": rounds,
@@ -177,7 +184,9 @@ def main() -> None:
     own = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "OMP_NUM_THREADS": "1"}
     ray.init(num_cpus=2, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False,
              runtime_env={"env_vars": own})  # fmt: skip
-    ray.data.DataContext.get_current().enable_progress_bars = False
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.use_datasource_v2 = False  # else up to 32 processes are started that read the ends of files
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     whole = FILES * (given.rows // FILES)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
 """States and estimators from a Ray Dataset: workers observe their blocks, and the states are merged."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -11,7 +11,8 @@ import torch
 from constmem.core.monoid import merged
 from constmem.neural_processes import NeuralProcess
 from constmem.streams import require_one_size
-from constmem.streams.pool import StreamPool, condition_groups
+from constmem.streams.journal import Layout
+from constmem.streams.pool import StreamPool
 
 ROWS = 2**19  # observed at once by a worker, which sends one state of them
 GROUPED = 2**20  # the same where it sends one for each key among them
@@ -25,7 +26,7 @@ def condition_dataset(
     *,
     x: Sequence[str],
     y: Sequence[str],
-    batch_size: int = ROWS,
+    batch_size: int | None = ROWS,
     workers: int = 2,
 ) -> Any:
     """The state of all rows of a dataset: `model.condition` of a table that fits on no machine.
@@ -37,16 +38,19 @@ def condition_dataset(
         model: whose states merge: CMANP, CNP, NP.
         dataset: of `ray.data`: from Parquet, CSV and others; filtered and mapped as one likes.
         x, y: the columns of inputs and outputs.
-        batch_size: rows that a worker observes at once.
+        batch_size: rows of which a worker sends one state. None: the blocks of the dataset as they are, which
+            saves a step; of a dataset read with `concurrency=workers` they are observed where they are read.
         workers: how many, each with a CPU of its own.
 
     Example:
         state = condition_dataset(model, ray.data.read_parquet("s3://..."), x=["lon", "lat"], y=["heat"])
     """
     _require(model, x, y)
-    made = _mapped(dataset, _Conditioned(_folder(model), [*x], [*y]), [*x, *y], batch_size, workers)
-    state: Any = merged(model.state_type.unpacked(row["state"]) for row in made)
-    return model.empty(1) if state is None else state.to(model.device)
+    work = _Conditioned(_folder(model), [*x], [*y], batch_size or ROWS)
+    made = _mapped(dataset, work, [*x, *y], batch_size, workers)
+    layout = Layout(model, model.empty(1), single=False)
+    state: Any = merged(layout.of_rows(row[None]) for rows in made for row in rows["state"])
+    return model.empty(1) if state is None else state
 
 
 def condition_groups_dataset(
@@ -56,22 +60,23 @@ def condition_groups_dataset(
     key: str,
     x: Sequence[str],
     y: Sequence[str],
-    batch_size: int = GROUPED,
+    batch_size: int | None = GROUPED,
     workers: int = 2,
 ) -> StreamPool:
     """A pool with the state of each key's rows, wherever in the dataset they stand.
 
-    States travel, not rows: no shuffle of the dataset. A worker sends one state for each key of a batch, so
-    a dataset that is sorted by key, or batches that are large, send least.
+    States travel, not rows: no shuffle of the dataset. A worker sends one state for each key of a batch (of a
+    block, where `batch_size` is None), so a dataset that is sorted by key, or batches that are large, send
+    least.
     """
     _require(model, x, y)
-    work = _Grouped(_folder(model), [*x], [*y], key)
-    pool = StreamPool(model)
-    for row in _mapped(dataset, work, [key, *x, *y], batch_size, workers):
-        names: list[Hashable] = [k.item() if hasattr(k, "item") else k for k in row["keys"]]
-        part = StreamPool(model)
-        part.put(names, model.state_type.unpacked(row["state"]).to(model.device))
-        pool.merge(part)
+    work = _Grouped(_folder(model), [*x], [*y], batch_size or GROUPED, key)
+    pool, layout = StreamPool(model), Layout(model, model.empty(1), single=False)
+    for rows in _mapped(dataset, work, [key, *x, *y], batch_size, workers):
+        starts = np.flatnonzero(rows["first"][1:]) + 1  # a block may be of several batches
+        columns = (np.split(rows[name], starts) for name in ("key", "state"))
+        for names, states in zip(*columns, strict=True):
+            pool._merge(names.tolist(), layout.of_rows(states))
     return pool
 
 
@@ -90,7 +95,8 @@ def states_aggregate(
     from ray.data.block import BlockAccessor
 
     _require(model, x, y)
-    work, kind, nothing = _Conditioned(_folder(model), [*x], [*y]), model.state_type, model.empty(1).packed()
+    work = _Conditioned(_folder(model), [*x], [*y], ROWS)
+    kind, nothing = model.state_type, model.empty(1).packed()
 
     def merge(one: bytes, other: bytes) -> bytes:
         made: bytes = kind.unpacked(one).merge(kind.unpacked(other)).packed()
@@ -98,7 +104,7 @@ def states_aggregate(
 
     def accumulate(held: bytes, block: Any) -> bytes:
         rows: Any = BlockAccessor.for_block(block)
-        return merge(held, work(rows.to_numpy([*x, *y]))["state"][0]) if rows.num_rows() else held
+        return merge(held, work.state(rows.to_numpy([*x, *y])).packed()) if rows.num_rows() else held
 
     # A plain AggregateFn: of one that names its column, all other columns are dropped.
     return AggregateFn(init=lambda _: nothing, merge=merge, name=name, accumulate_block=accumulate)
@@ -122,15 +128,17 @@ def fit_dataset(
     base = one.spawn()
     work = _Fitted(type(one), _saved(base), names, target)
     rows = _mapped(dataset, work, [*names, target], batch_size, workers)
-    one.learner_ = base.merge(merged(_loaded(type(one), row["state"]) for row in rows)).learner_
+    states = (_loaded(type(one), content) for each in rows for content in each["state"])
+    one.learner_ = base.merge(merged(states)).learner_
     return estimator
 
 
 class _Conditioned:
     """From batches of rows to states."""
 
-    def __init__(self, model: dict[str, bytes], x: list[str], y: list[str]) -> None:
+    def __init__(self, model: dict[str, bytes], x: list[str], y: list[str], rows: int) -> None:
         self.model, self.x, self.y = model, x, y
+        self.rows = rows  # observed at once
         self._made: Any = None
 
     def _loaded(self) -> Any:
@@ -149,27 +157,39 @@ class _Conditioned:
             raise ValueError(f"column {columns[column]!r} holds {made[row, column]}: leave such rows out")
         return torch.from_numpy(made)
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def state(self, batch: dict[str, Any]) -> Any:
+        """The state of all of them."""
         model = self._loaded()
         x, y = (self._rows(batch, columns)[None].to(model.dtype) for columns in (self.x, self.y))
+        pieces = zip(x.split(self.rows, 1), y.split(self.rows, 1), strict=True)
         with torch.no_grad():
-            return {"state": _cell(model.condition(x, y).packed())}
+            return merged(model.condition(*piece) for piece in pieces)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {"state": self._sent(self.state(batch))}
+
+    def _sent(self, state: Any) -> Any:
+        """States as Ray carries them: a line of bytes for each."""
+        model = self._loaded()
+        return Layout(model, model.empty(1), single=False).rows(state)
 
 
 class _Grouped(_Conditioned):
     """From batches of rows to the states of their keys."""
 
-    def __init__(self, model: dict[str, bytes], x: list[str], y: list[str], key: str) -> None:
-        super().__init__(model, x, y)
+    def __init__(self, model: dict[str, bytes], x: list[str], y: list[str], rows: int, key: str) -> None:
+        super().__init__(model, x, y, rows)
         self.key = key
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         model = self._loaded()
         x, y = (self._rows(batch, columns).to(model.dtype) for columns in (self.x, self.y))
-        names, state = condition_groups(model, batch[self.key], x, y)
-        keys = np.empty(1, object)
-        keys[0] = np.asarray(names)
-        return {"keys": keys, "state": _cell(state.packed())}
+        pool = StreamPool(model)
+        for start in range(0, len(x), self.rows):
+            piece = slice(start, start + self.rows)
+            pool.observe(batch[self.key][piece], x[piece], y[piece])
+        first = np.arange(len(pool)) == 0
+        return {"key": np.asarray(pool.keys), "first": first, "state": self._sent(pool.state(pool.keys))}
 
 
 class _Fitted:
@@ -182,13 +202,15 @@ class _Fitted:
         torch.set_num_threads(1)
         own = _loaded(self.kind, self.base)
         own.partial_fit(batch[self.names], batch[self.target])
-        return {"state": _cell(_saved(own))}
+        state = np.empty(1, object)
+        state[0] = _saved(own)
+        return {"state": state}
 
 
 def _mapped(
-    dataset: Any, work: "_Conditioned | _Fitted", columns: list[str], batch_size: int, workers: int
+    dataset: Any, work: "_Conditioned | _Fitted", columns: list[str], batch_size: int | None, workers: int
 ) -> Iterable[dict[str, Any]]:
-    """What the workers make of the dataset's batches, as it comes."""
+    """Columns of what the workers make of the dataset's batches, as it comes."""
     schema = dataset.schema()
     if schema is None:
         return ()
@@ -197,8 +219,9 @@ def _mapped(
     of_frames = "pandas" if isinstance(work, _Fitted) else "numpy"
     from ray.data import TaskPoolStrategy  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-    # Readers make few blocks, of any size: the largest of them would keep one worker busy, and the rest idle.
-    blocks = dataset.select_columns(columns).repartition(target_num_rows_per_block=batch_size)
+    blocks = dataset.select_columns(columns)
+    if batch_size is not None:  # the largest block would keep one worker busy, and the rest idle
+        blocks = blocks.repartition(target_num_rows_per_block=batch_size)
     made = blocks.map_batches(
         work.__call__,
         batch_size=batch_size,
@@ -206,8 +229,8 @@ def _mapped(
         compute=TaskPoolStrategy(size=workers),
         num_cpus=1,
     )
-    rows: Iterable[dict[str, Any]] = made.iter_rows()
-    return rows
+    columns_made: Iterable[dict[str, Any]] = made.iter_batches(batch_size=None, batch_format="numpy")
+    return columns_made
 
 
 def _require(model: NeuralProcess[Any, Any], x: Sequence[str], y: Sequence[str]) -> None:
@@ -229,12 +252,6 @@ def _folder(model: NeuralProcess[Any, Any]) -> dict[str, bytes]:
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-
-
-def _cell(content: bytes) -> Any:
-    made = np.empty(1, object)
-    made[0] = content
-    return made
 
 
 def _saved(estimator: Any) -> bytes:

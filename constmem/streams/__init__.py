@@ -99,20 +99,39 @@ def require_one_size(model: AnyModel | Table, one: Any) -> None:
         )
 
 
-def grouped(
-    names: list[Hashable], points: int
-) -> tuple[list[Hashable], list[tuple[list[Hashable], NDArray[np.int64]]]]:
-    """Different keys in the order of their last rows, and batches: keys with the rows of each, padded by -1.
+def named(keys: Sequence[Hashable]) -> list[Hashable] | NDArray[Any]:
+    """Keys as a list, of whatever they are; arrays of whole numbers stay."""
+    whole = isinstance(keys, np.ndarray) and keys.ndim == 1 and keys.dtype.kind in "iu"
+    return keys if whole else listed(keys)  # type: ignore[return-value]
 
-    Keys with about as many rows each are taken together, so that at most half of a batch is padding.
-    """
+
+def coded(names: list[Hashable] | NDArray[Any]) -> tuple[list[Hashable], NDArray[np.int64]]:
+    """The different keys, and the place of each row's key among them."""
+    if isinstance(names, np.ndarray):
+        least = int(names.min())
+        if int(names.max()) - least < 4 * len(names):  # a table of all numbers between is small
+            at = names.astype(np.int64) - names.min().astype(np.int64)
+            there = np.bincount(at) > 0
+            return [least + place for place in np.flatnonzero(there).tolist()], (np.cumsum(there) - 1)[at]
+        names = names.tolist()
     numbers: dict[Hashable, int] = {}
     try:
         code = np.fromiter((numbers.setdefault(name, len(numbers)) for name in names), np.int64, len(names))
     except TypeError as error:
         raise TypeError(f"a key must be a text or a whole number ({error})") from error
-    different = checked(list(numbers))
-    rows = np.argsort(code, kind="stable")
+    return checked(list(numbers)), code
+
+
+def grouped(
+    names: list[Hashable] | NDArray[Any], points: int
+) -> tuple[list[Hashable], list[tuple[list[Hashable], NDArray[np.int64]]]]:
+    """Different keys in the order of their last rows, and batches: keys with the rows of each, padded by -1.
+
+    Keys with about as many rows each are taken together, so that at most half of a batch is padding.
+    """
+    different, code = coded(names)
+    few = len(different) <= 2**16  # numbers of 16 bits are sorted without comparing them
+    rows = np.argsort(code.astype(np.uint16) if few else code, kind="stable")
     sizes = np.bincount(code)
     starts = np.cumsum(sizes) - sizes
     last = rows[starts + sizes - 1]

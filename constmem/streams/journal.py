@@ -45,19 +45,25 @@ class Layout:
 
     def packed(self, state: Any) -> list[bytes]:
         """The bytes of each state of a batch."""
+        return [row.tobytes() for row in self.rows(state)]
+
+    def rows(self, state: Any) -> NDArray[np.uint8]:
+        """The same as an array, a line for each state."""
         tensors = state.tensors()
         columns = [
             tensors[name].detach().cpu().to(kept).contiguous().view(len(tensors[name]), -1).numpy()
             for name, _, kept, _ in self.parts
         ]
-        rows = np.concatenate([column.view(np.uint8) for column in columns], 1)
-        return [row.tobytes() for row in rows]
+        return np.concatenate([column.view(np.uint8) for column in columns], 1)
 
     def unpacked(self, contents: list[bytes]) -> Any:
         """The batch of states that these bytes were made of; ValueError where they cannot be any."""
         if len(set(map(len, contents))) != 1:
             raise ValueError("holds states of different sizes")
-        rows = np.frombuffer(bytearray().join(contents), np.uint8).reshape(len(contents), -1)
+        return self.of_rows(np.frombuffer(bytearray().join(contents), np.uint8).reshape(len(contents), -1))
+
+    def of_rows(self, rows: NDArray[np.uint8]) -> Any:
+        """The batch of states that `rows` gave."""
         tensors, at = {}, 0
         for name, dtype, kept, shape in self.parts:
             width = kept.itemsize * int(np.prod(shape))

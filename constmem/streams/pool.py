@@ -15,7 +15,7 @@ from constmem.core import checks
 from constmem.core.files import read_tensors, write_tensors
 from constmem.core.monoid import NOTHING, State
 from constmem.point_processes import PointProcess
-from constmem.streams import Pooled, Table, by_key, checked, grouped, listed, require_one_size, rows_of
+from constmem.streams import Pooled, Table, by_key, checked, grouped, listed, named, require_one_size, rows_of
 
 KIND, VERSION = "constmem.pool", 1
 KEYS = "keys"  # the tensor of a file that holds them, as JSON in UTF-8
@@ -79,10 +79,10 @@ class StreamPool:
         """
         checks.positive("points", points)
         given = rows_of(self.model, x, y)
-        rows = listed(keys)
+        rows = named(keys)
         if len(rows) != len(given[0]):
             raise ValueError(f"there are {len(rows)} keys, but {len(given[0])} rows: each row needs one")
-        if not rows:
+        if not len(rows):
             return
         order, groups = grouped(rows, points)
         with self._writing, torch.no_grad():
@@ -147,6 +147,10 @@ class StreamPool:
         """Merge all streams of another pool: states of the same key, as if one had seen both."""
         with other._writing:
             names, theirs = other.keys, other._taken(other.keys)
+        self._merge(names, theirs)
+
+    def _merge(self, names: list[Hashable], theirs: Any) -> None:
+        """The same with states that are in no pool."""
         if not names:
             return
         self.model._require_own(theirs)
@@ -155,9 +159,9 @@ class StreamPool:
             known = torch.tensor([name in self._places for name in names], device=theirs.device)
             shared = [name for name in names if name in self._places]
             new = [name for name in names if name not in self._places]
-            made = [(new, theirs.select(~known))] if new else []
+            made = [(new, theirs.select(~known) if shared else theirs)] if new else []
             if shared:
-                made.append((shared, self._taken(shared).merge(theirs.select(known))))
+                made.append((shared, self._taken(shared).merge(theirs.select(known) if new else theirs)))
             self._put(made)
 
     def oldest(self, number: int) -> list[Hashable]:

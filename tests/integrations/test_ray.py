@@ -62,6 +62,20 @@ for row in dataset.groupby("sensor").aggregate(*counted).take_all():
     own = rows[rows.sensor == row["sensor"]]
     found["grouped " + row["sensor"]] = apart(model.state_type.unpacked(row["state"]), at_once(own))
     assert row["max(a)"] == own.a.max()
+for part in range(4):
+    rows[1500 * part : 1500 * part + 1500].to_parquet(f"rows-{part}.parquet")
+files = [f"rows-{part}.parquet" for part in range(4)]
+ray.data.DataContext.get_current().use_datasource_v2 = False
+blocks = ray.data.read_parquet(files, concurrency=2, override_num_blocks=4)
+columns["batch_size"] = None
+found["blocks"] = apart(condition_dataset(model, blocks, **columns), at_once(rows))
+pool = condition_groups_dataset(model, blocks, key="sensor", **columns)
+found["blocks by key"] = max(apart(pool.state([name]), at_once(rows[rows.sensor == name])) for name in "nsw")
+high = blocks.filter(lambda row: row["y"] > 0.9)
+found["some blocks empty"] = apart(condition_dataset(model, high, **columns), at_once(rows[rows.y > 0.9]))
+pool = condition_groups_dataset(model, high, key="sensor", **columns)
+found["some by key"] = sum(pool.count(pool.keys).tolist()) - int((rows.y > 0.9).sum())
+columns["batch_size"] = 900
 one = dataset.aggregate(counted[0])["state"]
 found["aggregate"] = apart(model.state_type.unpacked(one), at_once(rows))
 rows.to_csv("rows.csv", index=False)
@@ -120,6 +134,11 @@ def test_groups_that_stand_in_many_blocks_come_together(result: dict[str, Any]) 
 
 def test_states_are_an_aggregation_of_ray_s_beside_its_own(result: dict[str, Any]) -> None:
     assert max(result["found"][name] for name in ("aggregate", "grouped n", "grouped s", "grouped w")) < 1e-5
+
+
+def test_blocks_observed_where_they_are_read_give_the_state_of_one_pass(result: dict[str, Any]) -> None:
+    assert max(result["found"][name] for name in ("blocks", "blocks by key", "some blocks empty")) < 1e-5
+    assert result["found"]["some by key"] == 0
 
 
 def test_csv_files_give_the_same_state(result: dict[str, Any]) -> None:

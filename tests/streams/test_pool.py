@@ -101,6 +101,26 @@ def test_rows_are_grouped_each_once_in_their_order_with_little_padding(names: li
         assert (table >= 0).mean() >= 0.5
 
 
+@given(
+    st.lists(st.integers(0, 12), min_size=1, max_size=80),
+    st.sampled_from(("int8", "uint8", "int64", "uint64")),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=60)
+def test_keys_in_an_array_are_grouped_like_those_in_a_list(names: list[int], kind: str, apart: bool) -> None:
+    limits = np.iinfo(kind)
+    wide = [int(limits.min) if apart and name == 0 else int(limits.max) - name for name in names]
+    order, groups = grouped(np.array(wide, kind), 20)
+    keys: list[Hashable] = list(wide)
+    expected, _ = grouped(keys, 20)
+    assert order == expected
+    assert {type(key) for key in order} == {int}
+    found = {
+        key: line[line >= 0].tolist() for part, table in groups for key, line in zip(part, table, strict=True)
+    }
+    assert found == {key: [i for i, name in enumerate(wide) if name == key] for key in set(wide)}
+
+
 def test_a_call_that_fails_changes_nothing() -> None:
     model = small_models.small("cmanp")
     names, x, y = rows(30, 5)
