@@ -56,7 +56,7 @@ def shallow(name: str) -> Any:
     return small(name, post_depth=1, **({"num_samples": 2} if kind in MIXTURES else {}))
 
 
-TRACED = ("cmanp", "bnp", "lbanp")  # in gradients and other sizes too; the others if slow
+TRACED = ("cmanp",)  # in gradients and other sizes too; the others if slow
 SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in POINT_MODELS if name not in TRACED]
 
 

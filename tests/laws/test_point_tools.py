@@ -120,7 +120,8 @@ def test_the_two_standard_deviations_differ() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(  # that every model's loss compiles is a law of its own (test_losses.py)
-    "factory", [partial(small_cmanp, depth=1, embed_depth=1), factory_of("cnp")]
+    "factory",
+    [partial(small_cmanp, depth=1, embed_depth=1), pytest.param(factory_of("cnp"), marks=pytest.mark.slow)],
 )
 def test_a_training_step_in_chunks_compiles(factory: Factory) -> None:
     x, y, xt = (t.double() for t in task(12))
@@ -151,7 +152,11 @@ def test_a_training_step_in_chunks_compiles(factory: Factory) -> None:
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     "factory",
-    [partial(small_cmanp, depth=1, embed_depth=1), factory_of("cnp"), partial(factory_of("lbanp"), depth=1)],
+    [
+        partial(small_cmanp, depth=1, embed_depth=1),
+        pytest.param(factory_of("cnp"), marks=pytest.mark.slow),
+        pytest.param(partial(factory_of("lbanp"), depth=1), marks=pytest.mark.slow),
+    ],
 )  # every kind of state
 def test_conditioning_and_querying_compile(factory: Factory) -> None:
     model = built(factory)
