@@ -179,7 +179,8 @@ class Trace:
             if self._noise and self._precisions:
                 found = at(self.moments, self.features.groups, self._precisions, *self._noise)
             else:
-                found = posterior(self.moments, self.features.groups, self._precisions)
+                groups, fitted = self.features.groups, self.features.fitted
+                found = posterior(self.moments, groups, self._precisions, fitted=fitted)
                 seen = max(float(self.moments.count), self._searched + self._since)
                 self._searched, self._since = min(seen, LONG * self.half_life), 0
             self._posterior, self._precisions = found, found.precisions
