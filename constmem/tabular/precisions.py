@@ -165,8 +165,8 @@ def search(
     Args:
         groups: slices of features by name, which together are all of them.
         start: precisions to begin with, such as those of an earlier search.
-        fitted: how many numbers were fitted to targets to make the features. Each raises the evidence, and
-            by more than it helps to predict, so each counts against them, as in Akaike's criterion.
+        fitted: how many numbers were fitted to targets to make the features. One that means nothing raises
+            the evidence by a half, on average, so that much counts against the features for each.
     """
     usual = START * strengths(sums, groups)
     best = _largest(sums, groups, usual if start is None else np.where(start < OFF, start, usual), factored)
@@ -176,7 +176,7 @@ def search(
         few = {name: groups[name] for name in LINEAR}
         inner, slices = _only(sums, few)
         line = _largest(inner, slices, START * strengths(inner, slices), factored)
-        if line.integrated > best.integrated - fitted:
+        if line.integrated > best.integrated - fitted / 2:
             known = dict(zip(few, line.precision, strict=True))
             fit = Fit(sums, groups, np.array([known.get(name, OFF) for name in groups]), factored)
             costs, noise, freedom = len(few), line.noise, line.freedom

@@ -229,6 +229,7 @@ class _Correction:
         self.rows = torch.empty(RECENT, width, dtype=torch.float64)
         self.errors = torch.zeros(RECENT, 0, dtype=torch.float64)
         self._weights: tuple[int, Tensor] | None = None  # changed by so many rows
+        self._noise: tuple[int, tuple[Tensor, float]] | None = None  # known of so many rows
 
     def extend(self, errors: Float[Tensor, "q k"], whitened: Float[Tensor, "q p"], half_life: float) -> None:
         """Take more rows; later ones count more."""
@@ -246,11 +247,14 @@ class _Correction:
 
     def noise(self, base: Posterior, half_life: float) -> tuple[Tensor, float]:
         """Variance of the noise and degrees of freedom, given the rows, too."""
+        if self._noise is not None and self._noise[0] == self.count:
+            return self._noise[1]
         rises = 2.0 ** (torch.arange(1, self.count + 1, dtype=torch.float64) / half_life)
         shape = base.freedom / 2
         more = shape + float(rises.sum()) / 2
         noise = (base.noise * shape + self.errors[: self.count].square().sum(0) / 2) / more
-        return noise, 2 * more * 0.5 ** (self.count / half_life)
+        self._noise = self.count, (noise, 2 * more * 0.5 ** (self.count / half_life))
+        return self._noise[1]
 
     def apply(self, whitened: Float[Tensor, "n p"]) -> tuple[Tensor, Tensor]:
         """Change of the mean, (n, k), and reduction of the leverage, (n,), of whitened rows."""

@@ -142,6 +142,13 @@ def test_a_finer_kernel_takes_the_room_that_a_long_one_leaves() -> None:
     torch.testing.assert_close(features.predict(x, [weights])[0], phi @ weights, atol=1e-6, rtol=0)
 
 
+def test_no_finer_kernel_is_there_where_all_rows_are_inducing_points() -> None:
+    x, y = table(120)
+    groups = Features.anchor(x, y).groups
+    assert groups["kernel"].stop - groups["kernel"].start == 120
+    assert "finer" not in groups
+
+
 def test_damaged_features_are_refused() -> None:
     tensors = Features.anchor(*table(), size=200).tensors()
     for name, bad in (("multiplied", torch.tensor([9])), ("finer", torch.zeros(2, 9).double())):
