@@ -242,7 +242,7 @@ class TableRunner(Exported, Numbers):
         self._flush()
         if not self._asked and (self._known is None or self._precisions is None):
             self._fold()
-            fitted = self.about.get("fitted", 0)  # not there in what was exported before it counted
+            fitted = self.about.get("fitted")  # not there in what was exported before it counted
             best = search(sums := self._sums(), self.groups, self._precisions, fitted=fitted)
             self._precisions = best.fit.precision
             self._searched, self._since = max(sums.count, self._searched + self._since), 0

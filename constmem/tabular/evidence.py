@@ -106,14 +106,14 @@ def posterior(
     groups: Mapping[str, slice],
     start: Mapping[str, float] | None = None,
     *,
-    fitted: int = 0,
+    fitted: int | None = 0,
 ) -> Posterior:
     """The posterior at the precisions that maximise the evidence, found from the moments alone.
 
     Args:
         groups: slices of features by name, which together are all of them.
         start: precisions to begin with, such as those of an earlier posterior.
-        fitted: how many numbers were fitted to targets to make the features.
+        fitted: how many numbers were fitted to targets to make the features; None: all groups are used.
     """
     sums, known = _sums(moments), None if start is None else _listed(start, groups)
     found = search(sums, groups, known, _Factor, fitted=fitted)

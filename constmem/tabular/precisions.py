@@ -151,7 +151,7 @@ def search(
     start: Array | None = None,
     factored: type[Factor] = Factor,
     *,
-    fitted: int = 0,
+    fitted: int | None = 0,
 ) -> Found:
     """Precisions where the evidence is largest, and noise and degrees of freedom there.
 
@@ -166,13 +166,14 @@ def search(
         groups: slices of features by name, which together are all of them.
         start: precisions to begin with, such as those of an earlier search.
         fitted: how many numbers were fitted to targets to make the features. One that means nothing raises
-            the evidence by a half, on average, so that much counts against the features for each.
+            the evidence by a half, on average, so that much counts against the features for each. None: all
+            groups are used.
     """
     usual = START * strengths(sums, groups)
     best = _largest(sums, groups, usual if start is None else np.where(start < OFF, start, usual), factored)
     fit: Fit = best
     costs, noise, freedom = len(groups), best.noise, best.freedom
-    if set(LINEAR) < set(groups):
+    if fitted is not None and set(LINEAR) < set(groups):
         few = {name: groups[name] for name in LINEAR}
         inner, slices = _only(sums, few)
         line = _largest(inner, slices, START * strengths(inner, slices), factored)

@@ -32,12 +32,14 @@ class Trace:
     Args:
         half_life: rows after which a row counts half.
         window: rows that count at all; those are kept, to be removed exactly.
+        lines: whether a law that is linear in the columns may win.
     """
 
     def __init__(
-        self, moments: Moments, features: Features, *, half_life: float = inf, window: int | None = None
-    ) -> None:
-        self.moments, self.features = moments, features
+        self, moments: Moments, features: Features, *, half_life: float = inf, window: int | None = None,
+        lines: bool = True,
+    ) -> None:  # fmt: skip
+        self.moments, self.features, self.lines = moments, features, lines
         self.half_life, self.window = half_life, window
         self.held: deque[tuple[Tensor, Tensor]] = deque()
         self._removed = 0
@@ -179,8 +181,8 @@ class Trace:
             if self._noise and self._precisions:
                 found = at(self.moments, self.features.groups, self._precisions, *self._noise)
             else:
-                groups, fitted = self.features.groups, self.features.fitted
-                found = posterior(self.moments, groups, self._precisions, fitted=fitted)
+                fitted = self.features.fitted if self.lines else None
+                found = posterior(self.moments, self.features.groups, self._precisions, fitted=fitted)
                 seen = max(float(self.moments.count), self._searched + self._since)
                 self._searched, self._since = min(seen, LONG * self.half_life), 0
             self._posterior, self._precisions = found, found.precisions
@@ -192,9 +194,7 @@ class Trace:
         found = self._precisions or {}
         made = {**self.moments.tensors(), "precisions": torch.tensor([*found.values()], dtype=torch.float64)}
         made["searched"] = torch.tensor([self._searched, self._since], dtype=torch.float64)
-        known = self._noise
-        if self._posterior is not None:
-            known = self._posterior.noise, self._posterior.freedom
+        known = self._noise if (last := self._posterior) is None else (last.noise, last.freedom)
         if known is not None:
             made["noise"], made["freedom"] = known[0], torch.tensor(known[1], dtype=torch.float64)
         if self.held:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
+from constmem import StreamingClassifier, StreamingRegressor
 from constmem.core.moments import Moments
 from constmem.tabular.answers import TAILS, Answer, probabilities
 from constmem.tabular.evidence import MANY, SHORT, Posterior, _Factor, _sums, at, posterior
@@ -260,3 +261,14 @@ def test_numbers_fitted_to_make_features_count_against_them() -> None:
     assert dear.freedom == alone.freedom
     again = posterior(moments, groups, dear.precisions)  # what was left out may come back
     assert float(again.weights[4:].abs().max()) > 0.1
+
+
+def test_classes_use_all_groups_and_numbers_may_lie_on_a_line() -> None:
+    random = np.random.default_rng(0)
+    x = random.normal(size=(100, 2))
+    y = x[:, 0] + 0.5 * random.normal(size=100)
+    off = []
+    for model in (StreamingRegressor().fit(x, y), StreamingClassifier().fit(x, y > 0)):
+        model.predict(x)
+        off.append(OFF in model.learner_.memory.traces[0].base().precisions.values())
+    assert off == [True, False]
