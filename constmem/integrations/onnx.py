@@ -214,8 +214,8 @@ def _of_table(learner: Learner) -> Works:
         "merge": _merging(model, state, axes),
         "predict": (predict, given, given_axes, ["x", *read, *more], answers),
     }, {
-        "kind": "tables", "groups": groups, "discrete": learner.discrete, "names": names,
-        "constants": {"TRUST": TRUST, "EMPTY": EMPTY},
+        "kind": "tables", "groups": groups, "fitted": None if learner.discrete else memory.features.fitted,
+        "discrete": learner.discrete, "names": names, "constants": {"TRUST": TRUST, "EMPTY": EMPTY},
     }  # fmt: skip
 
 

@@ -242,10 +242,11 @@ class TableRunner(Exported, Numbers):
         self._flush()
         if not self._asked and (self._known is None or self._precisions is None):
             self._fold()
-            best, noise, freedom = search(sums := self._sums(), self.groups, self._precisions)
-            self._precisions = np.exp(best.log)
+            fitted = self.about.get("fitted")  # not there in what was exported before it counted
+            best = search(sums := self._sums(), self.groups, self._precisions, fitted=fitted)
+            self._precisions = best.fit.precision
             self._searched, self._since = max(sums.count, self._searched + self._since), 0
-            self._known = Known(noise, freedom, best.left, sums.count)
+            self._known = Known(best.noise, best.freedom, best.fit.left, sums.count)
         self._asked, found = True, self._solved()
         now = self._now(found.left)
         read = {"weights": found.weights, "root": found.factor.root.T, "noise": now.noise}

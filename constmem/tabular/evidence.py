@@ -29,8 +29,8 @@ class Posterior:
         noise: (k,) variance of the noise.
         freedom: degrees of freedom of the predictive distribution.
         precisions: by group, relative to the noise's; they warm-start the next search.
-        log_evidence: log marginal likelihood, summed over targets, plus the log prior of the precisions; but
-            for a constant.
+        log_evidence: the largest log marginal likelihood of all groups together, summed over targets, plus
+            the log prior of the precisions; but for a constant.
         kernel: which features are a kernel's, if any.
         missed: variance, in units of the noise, of what these features cannot represent at all.
         usual: how much of k(x, x) they do not represent at the rows seen, on average.
@@ -102,17 +102,22 @@ class Posterior:
 
 
 def posterior(
-    moments: Moments, groups: Mapping[str, slice], start: Mapping[str, float] | None = None
+    moments: Moments,
+    groups: Mapping[str, slice],
+    start: Mapping[str, float] | None = None,
+    *,
+    fitted: int | None = 0,
 ) -> Posterior:
     """The posterior at the precisions that maximise the evidence, found from the moments alone.
 
     Args:
         groups: slices of features by name, which together are all of them.
         start: precisions to begin with, such as those of an earlier posterior.
+        fitted: how many numbers were fitted to targets to make the features; None: all groups are used.
     """
     sums, known = _sums(moments), None if start is None else _listed(start, groups)
-    best, noise, freedom = search(sums, groups, known, _Factor)
-    return _made(sums, groups, best, noise, freedom, best.log_evidence)
+    found = search(sums, groups, known, _Factor, fitted=fitted)
+    return _made(sums, groups, found.fit, found.noise, found.freedom, found.log_evidence)
 
 
 def at(

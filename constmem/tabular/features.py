@@ -11,9 +11,10 @@ from torch import Tensor
 from constmem.core.moments import Moments
 from constmem.tabular.evidence import posterior
 from constmem.tabular.kernel import Kernel, side_by_side, times_upper
+from constmem.tabular.lengths import learned
 
 SIZE = 756
-WARM = 2048  # rows that inducing points and lengths are chosen among
+WARM = 2048  # rows that inducing points are chosen among
 FEW = 64  # inducing points, however many columns there are
 FEWEST = 8  # rows that lengths can be learned from
 CLIP = 4.0  # deviations: what lies further out is no further from anything
@@ -100,25 +101,26 @@ class Features:
         if not len(x) or not x.shape[1]:
             raise ValueError(f"features need a row and a column at least, not {tuple(x.shape)}")
         random = torch.Generator().manual_seed(seed)
-        rows = torch.randperm(len(x), generator=random)[:WARM]
-        x = x[rows].double()
-        d = x.shape[1]
+        rows, d = torch.randperm(len(x), generator=random), x.shape[1]
+        every, x = x[rows].double(), x[rows[:WARM]].double()
         centre, scale = x.mean(0), x.std(0, correction=0)
         scale = torch.where(scale > 1e-9 * centre.abs() + 1e-300, scale, 1.0)
         z = (x - centre) / scale
         knots = torch.quantile(z, torch.linspace(0, 1, KNOTS, dtype=torch.float64), 0).mT.contiguous()
-        u = _coordinates(z, knots)
+        u = _coordinates((every - centre) / scale, knots)
         kernel, tests = Kernel.usual(d), (torch.zeros(0, DEPTH).long(), torch.zeros(0, DEPTH).double())
         if y is not None and len(x) >= FEWEST:
             y = y[rows].double()
             y = (y - y.mean(0)) / y.var(0, correction=0).mean().sqrt().clamp(min=1e-12)
-            kernel = Kernel.learned(u, y, random)
+            kernel, y = learned(u, y, random), y[:WARM]
             some = min(GROWN[0], len(x) // GROWN[1])
             if some >= 2**DEPTH:
                 tests = grow(z[:some], y[:some], count=TREES, depth=DEPTH)
+        u = u[:WARM]
         room, fine = size - 1 - 2 * d, kernel.finer(FINER, extent=CLIP)
         points = z[kernel.inducing(u, max(room, FEW))]  # the first of them are those that less room takes
-        finer = z[fine.inducing(u, room - len(points))] if room - len(points) >= FEW else z[:0]
+        rest = room - len(points) if len(points) < len(z) else 0  # all other rows are copies, or nearly
+        finer = z[fine.inducing(u, rest)] if rest >= FEW else z[:0]
 
         def made(*, products: bool, trees: int) -> Features:
             multiplied = _shortest(kernel.rates)[: None if products else 0]
@@ -163,7 +165,7 @@ class Features:
     def _parts(self, x: Tensor) -> list[Tensor]:
         """Features of a few rows by group, but covariances with the inducing points not whitened yet."""
         z = (x.double() - self.centre) / self.scale
-        u = self._coordinates(z)
+        u = _coordinates(z, self.knots)
         left, right = z.clamp(-FAR, FAR)[:, self.pairs].unbind(1)
         made = {"constant": torch.ones_like(z[:, :1]), "columns": z, "ranks": u[:, z.shape[1] :]}
         made |= {"products": left * right, "trees": leaves(z, self.columns, self.thresholds)}
@@ -188,6 +190,12 @@ class Features:
         """Number of features."""
         stop: int = max(group.stop for group in self.groups.values())
         return stop
+
+    @property
+    def fitted(self) -> int:
+        """How many numbers were fitted to targets to make them: lengths, unless they are the usual ones."""
+        usual = Kernel.usual(len(self.centre)).rates
+        return 0 if torch.equal(self.rates, usual) else usual.numel()
 
     @property
     def nbytes(self) -> int:
@@ -217,9 +225,6 @@ class Features:
     def _evidence(self, x: Float[Tensor, "n d"], y: Float[Tensor, "n k"]) -> float:
         """The log evidence of rows, at the best precisions."""
         return posterior(Moments.observe(self(x), y), self.groups).log_evidence
-
-    def _coordinates(self, z: Tensor) -> Tensor:
-        return _coordinates(z, self.knots)
 
 
 def _shortest(rates: Float[Tensor, "2 e"]) -> Int[Tensor, " c"]:

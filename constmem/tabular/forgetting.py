@@ -67,6 +67,7 @@ class Memory:
         targets: numbers to predict.
         likelihood: the log-likelihood of targets under an answer; horizons are mixed by it.
         residuals: of no rows; None: nothing is learned of residuals.
+        lines: whether a law that is linear in the columns may win.
     """
 
     def __init__(
@@ -77,12 +78,13 @@ class Memory:
         forgetting: Forgetting,
         likelihood: Likelihood,
         residuals: Residuals | None = None,
+        lines: bool = True,
     ) -> None:
         self.residuals, self._shown = residuals, 0  # and of the rows that wait, how many it has seen
         self.features, self.forgetting, self._likelihood = features, forgetting, likelihood
         empty = Moments.empty(features.width, targets)
         traces = [
-            Trace(empty, features, half_life=half_life, window=forgetting.window)
+            Trace(empty, features, half_life=half_life, window=forgetting.window, lines=lines)
             for half_life in forgetting.half_lives
         ]
         echoes = [Echo(traces[0], targets, width, half_life=half_life) for half_life in forgetting.echoes]

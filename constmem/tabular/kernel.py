@@ -1,4 +1,4 @@
-"""`Kernel`: a smooth and a rough kernel with a length for every coordinate, learned from warm-up rows."""
+"""`Kernel`: a smooth and a rough kernel with a length for every coordinate."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,6 @@ from ctypes import (
 )
 from dataclasses import dataclass
 from functools import cache
-from math import inf, log
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -28,16 +27,8 @@ from scipy.linalg import cython_blas  # type: ignore[import-untyped]
 from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
 from torch import Tensor
 
-ROWS = 256, 512, 1024  # drawn for each step, more and more of them: a step takes the cube of it
-UNTIL = 0.4, 0.75, 1.0  # of the steps
-STEPS = 80
-RATE = 0.15
-HASTE = 4.0  # how much faster variances move at the end, when the lengths are nearly right
-JITTER = 1e-9
 DISTINCT = 1e-8, 1e-6  # variance that a further inducing point must add, smooth and rough: more than rounding
 EXACT = 1e4  # squared length whose rounding is a thousandth of what `DISTINCT` allows
-CONSTANT = 10.0  # variance of the constant
-PARTS = log(0.75), log(0.25), log(0.35), log(0.1)  # variances: smooth, rough, linear, noise
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +47,8 @@ class Kernel:
 
     def __call__(self, u: Float[Tensor, "n e"], v: Float[Tensor, "m e"]) -> Float[Tensor, "n m"]:
         """Covariances of rows, in units of the variance."""
-        smooth, rough = (_distance(u * rate, v * rate) for rate in self.rates)
-        near, far = _exp(smooth.mul_(-0.5)), _exp(_sqrt(rough).neg_())
+        smooth, rough = (distance(u * rate, v * rate) for rate in self.rates)
+        near, far = exp(smooth.mul_(-0.5)), exp(sqrt(rough).neg_())
         return near.mul_(self.share).add_(far, alpha=float(1 - self.share))
 
     @staticmethod
@@ -66,35 +57,6 @@ class Kernel:
         rate = 0.5 / columns**0.5
         rates = rate * torch.tensor([[1.0, 0.05], [0.4, 2.0]], dtype=torch.float64)
         return Kernel(rates.repeat_interleave(columns, 1), torch.tensor(0.75, dtype=torch.float64))
-
-    @staticmethod
-    def learned(u: Float[Tensor, "n e"], y: Float[Tensor, "n k"], generator: torch.Generator) -> "Kernel":
-        """Lengths that maximise the marginal likelihood of a Gaussian process on these rows.
-
-        The process is a constant, a linear part, the kernel and noise; each of a few steps of Adam sees some
-        rows, drawn anew: few at first, and more of them at the end. The first half of u are columns, the
-        second their ranks; the targets are in units of their spread.
-        """
-        columns = u.shape[1] // 2
-        rates = Kernel.usual(columns).rates.log().flatten()
-        at = torch.cat([rates, torch.tensor(PARTS, dtype=torch.float64)])
-        mean, square = torch.zeros_like(at), torch.zeros_like(at)
-        for step in range(1, STEPS + 1):
-            some = next(rows for rows, until in zip(ROWS, UNTIL, strict=True) if step <= until * STEPS)
-            rows = torch.randperm(len(u), generator=generator)[:some]
-            slope = _slope(at, u[rows], y[rows], columns)
-            if slope is None:
-                break
-            mean = 0.9 * mean + 0.1 * slope
-            square = 0.99 * square + 0.01 * slope.square()
-            move = RATE * (mean / (1 - 0.9**step)) / ((square / (1 - 0.99**step)).sqrt() + 1e-8)
-            if step > 0.6 * STEPS:
-                move[-len(PARTS) :] *= HASTE
-            if step > 0.7 * STEPS:
-                move *= 0.4
-            at = at - move
-        smooth, rough = at[-4:-2].exp()
-        return Kernel(at[: -len(PARTS)].exp().view(2, -1), smooth / (smooth + rough))
 
     def inducing(self, u: Float[Tensor, "n e"], size: int) -> Int[Tensor, " m"]:
         """Which rows to take as inducing points: one by one, those that the others explain least."""
@@ -158,51 +120,22 @@ def _triangular(dtype: torch.dtype) -> tuple[Callable[..., None], Any]:
     return CFUNCTYPE(None, *[c_void_p] * 11)(pythonapi.PyCapsule_GetPointer(capsule, signature)), number
 
 
-def _exp(t: Tensor) -> Tensor:
+def exp(t: Tensor) -> Tensor:
     """The exponential, in place: numpy's takes half the time of PyTorch's on one core."""
     np.exp(t.numpy(), out=t.numpy())
     return t
 
 
-def _sqrt(t: Tensor) -> Tensor:
+def sqrt(t: Tensor) -> Tensor:
     """The square root, in place, likewise."""
     np.sqrt(t.numpy(), out=t.numpy())
     return t
 
 
-def _distance(u: Tensor, v: Tensor) -> Tensor:
+def distance(u: Tensor, v: Tensor) -> Tensor:
     """Squared distances of rows."""
     far = u.square().sum(1)[:, None] + v.square().sum(1)
     return far.addmm_(u, v.mT, alpha=-2.0).clamp_(min=0.0)
-
-
-def _slope(at: Tensor, u: Tensor, y: Tensor, columns: int) -> Tensor | None:
-    """Gradient of the negative log marginal likelihood in the logarithms of rates and variances.
-
-    None where rounding leaves the covariance indefinite: there is no noise left to find.
-    """
-    rates, parts = at[: -len(PARTS)].exp().view(2, -1), at[-len(PARTS) :].exp()
-    smooth, rough, slant, noise = parts
-    z, (v, w) = u[:, :columns], (u * rate for rate in rates)
-    near = _distance(w, w).sqrt_()
-    kernels = _distance(v, v).mul_(-0.5).exp_().mul_(smooth), near.neg().exp_().mul_(rough)
-    covariance = torch.addmm(kernels[0] + kernels[1], z, z.mT, alpha=float(slant) / columns).add_(CONSTANT)
-    covariance.diagonal().add_(noise + JITTER)
-    factor, failed = torch.linalg.cholesky_ex(covariance)
-    if failed:
-        return None
-    answer = torch.cholesky_solve(y, factor)
-    pull = torch.cholesky_inverse(factor).mul_(y.shape[1]).addmm_(answer, answer.mT, alpha=-1.0).div_(2)
-    pulls = [kernel.mul_(pull) for kernel in kernels]
-    shares = [pulled.sum() for pulled in pulls]
-    shares += [slant / columns * ((pull @ z) * z).sum(), noise * pull.diagonal().sum()]
-    pulls[0] *= -0.5
-    pulls[1] /= near.masked_fill_(near == 0, inf).mul_(-2.0)  # at the same place lengths change nothing
-    slopes = [
-        4 * (pulled.sum(1) @ scaled.square() - (scaled * (pulled @ scaled)).sum(0))
-        for scaled, pulled in zip((v, w), pulls, strict=True)
-    ]
-    return torch.cat([*slopes, torch.stack(shares)])
 
 
 A = TypeVar("A")

@@ -156,7 +156,7 @@ class EstimatorStreams(Table):
         found = []
         for rows in np.split(order, starts[1:]):
             phi = self.features(encoded[rows])
-            trace = Trace(state.moments(int(places[rows[0]])), self.features)
+            trace = Trace(state.moments(int(places[rows[0]])), self.features, lines=not self.learner.discrete)
             answer = trace.answer(phi, phi[:0], phi.new_zeros(0, state.layout[1]))
             found.append(self._parameters(answer))
         back = torch.from_numpy(np.argsort(order))

@@ -108,7 +108,8 @@ class Learner:
         """Begin with what was frozen elsewhere, and no rows."""
         self.columns, self.center, self.scale = columns, center, scale
         likelihood = Answer.log_probability if self.discrete else Answer.heavy_log_density
-        self.memory = Memory(features, columns.width, len(center), self.forgetting, likelihood, more)
+        memory = features, columns.width, len(center), self.forgetting, likelihood, more
+        self.memory = Memory(*memory, lines=not self.discrete)  # indicators are not normal around a line
         self._rows, self._y, self._early = None, np.zeros((0, len(center))), None
 
     def spawn(self) -> "Learner":

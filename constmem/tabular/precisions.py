@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf, isfinite
+from math import inf, isfinite, lgamma, log, pi
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,9 @@ RATIO = 0.3  # noise to signal that is expected of a group
 RATIOS = {"products": 30.0}  # and of some: few rows say nothing of products where both columns are large
 SPREAD = 1.0, 4.0  # width and degrees of freedom of the prior of a ratio's logarithm, Student's t
 START = 0.01  # noise to signal ratio that a search begins with
+LINEAR = "constant", "columns"  # groups of a law that is linear in the columns
+OFF = 1e12  # precision of groups that are left out
+FLAT = 0.25  # curvature of the evidence, at least: the prior's own is about so much
 CLOSE = 1e-2  # nats a target: a step that promises less is not made
 PIECE = 4096  # rows that are taken in at once
 RECENT = 128  # rows that may wait to be; answers correct for them exactly, by a matrix of that size
@@ -112,6 +115,15 @@ class Evidence(Fit):
             - np.diag((tails + 1) * (2 * tails - near) / (near * width) ** 2)
         )
 
+    @property
+    def integrated(self) -> float:
+        """The evidence with the precisions integrated out, as if it were normal in their logarithms."""
+        width, tails = SPREAD
+        constant = lgamma((tails + 1) / 2) - lgamma(tails / 2) - 0.5 * log(pi * tails) - log(width)
+        each = constant + (tails + 1) / 2 * log(tails) + 0.5 * log(2 * pi)
+        curvature = np.maximum(-np.linalg.eigvalsh(self.hessian), FLAT)
+        return float(self.log_evidence + len(self.log) * each - 0.5 * np.log(curvature).sum())
+
     def step(self, reach: float) -> Array:
         """Newton's step uphill, at most `reach` long in any precision's logarithm."""
         curvature, axes = np.linalg.eigh(self.hessian)
@@ -119,21 +131,71 @@ class Evidence(Fit):
         return np.asarray(step * min(1.0, reach / max(float(np.abs(step).max()), 1e-300)))
 
 
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a search found: precisions, the weights at them, noise and degrees of freedom.
+
+    Attributes:
+        log_evidence: the largest of all groups together, even where only the linear ones are used.
+    """
+
+    fit: Fit
+    noise: Array
+    freedom: float
+    log_evidence: float
+
+
 def search(
-    sums: Sums, groups: Groups, start: Array | None = None, factored: type[Factor] = Factor
-) -> tuple[Evidence, Array, float]:
-    """The evidence where it is largest, and noise and degrees of freedom there.
+    sums: Sums,
+    groups: Groups,
+    start: Array | None = None,
+    factored: type[Factor] = Factor,
+    *,
+    fitted: int | None = 0,
+) -> Found:
+    """Precisions where the evidence is largest, and noise and degrees of freedom there.
 
     Each group of features has one precision relative to the noise's, shared by all targets; the noise has
     an inverse gamma prior and is integrated out. Newton's method in the logarithms of the precisions: one
     factorisation gives the evidence, its gradient and its Hessian. Few rows can be explained by almost any
-    precisions, so those have a prior, too, and each one that was fitted costs a degree of freedom.
+    precisions, so those have a prior, too, and each one that was fitted costs a degree of freedom. Where
+    a law that is linear in the columns has the larger evidence, precisions integrated out, all other
+    groups are left out.
 
     Args:
         groups: slices of features by name, which together are all of them.
         start: precisions to begin with, such as those of an earlier search.
+        fitted: how many numbers were fitted to targets to make the features. One that means nothing raises
+            the evidence by a half, on average, so that much counts against the features for each. None: all
+            groups are used.
     """
-    first = np.log(START * strengths(sums, groups) if start is None else start)
+    usual = START * strengths(sums, groups)
+    best = _largest(sums, groups, usual if start is None else np.where(start < OFF, start, usual), factored)
+    fit: Fit = best
+    costs, noise, freedom = len(groups), best.noise, best.freedom
+    if fitted is not None and set(LINEAR) < set(groups):
+        few = {name: groups[name] for name in LINEAR}
+        inner, slices = _only(sums, few)
+        line = _largest(inner, slices, START * strengths(inner, slices), factored)
+        if line.integrated > best.integrated - fitted / 2:
+            known = dict(zip(few, line.precision, strict=True))
+            fit = Fit(sums, groups, np.array([known.get(name, OFF) for name in groups]), factored)
+            costs, noise, freedom = len(few), line.noise, line.freedom
+    left = freedom - min(costs, sums.count / 2)
+    return Found(fit, noise * (freedom / left), left, best.log_evidence)
+
+
+def _only(sums: Sums, groups: Groups) -> tuple[Sums, Groups]:
+    """The moments of some groups of features, and where these are now."""
+    chosen = np.concatenate([np.arange(group.start, group.stop) for group in groups.values()])
+    ends = np.cumsum([group.stop - group.start for group in groups.values()]).tolist()
+    slices = {name: slice(start, stop) for name, start, stop in zip(groups, [0, *ends], ends, strict=False)}
+    return Sums(sums.gram[np.ix_(chosen, chosen)], sums.cross[chosen], sums.square, sums.count), slices
+
+
+def _largest(sums: Sums, groups: Groups, start: Array, factored: type[Factor]) -> Evidence:
+    """The evidence where it is largest, uphill from a start."""
+    first = np.log(start)
     best = Evidence(sums, groups, first, factored)
     if best.log_evidence == -inf:
         best = Evidence(sums, groups, np.zeros_like(first), factored)
@@ -152,8 +214,7 @@ def search(
             best, reach = tried, min(2 * reach, most)
         else:
             reach /= 4
-    freedom = best.freedom - min(len(groups), sums.count / 2)
-    return best, best.noise * (best.freedom / freedom), freedom
+    return best
 
 
 def hold(new: int, since: int, searched: float) -> bool:

@@ -52,7 +52,7 @@ class Residuals:
         """Weights for each fold of the warm-up, and no rows seen."""
         phi, fold = features(x), _folds(x)
         parts = [Moments.observe(phi[fold == i], y[fold == i]) for i in range(FOLDS)]
-        found = posterior(reduce(Moments.merge, parts), features.groups)
+        found = posterior(reduce(Moments.merge, parts), features.groups, fitted=features.fitted)
         weights = []
         for i in range(FOLDS):
             rest = reduce(Moments.merge, parts[:i] + parts[i + 1 :])

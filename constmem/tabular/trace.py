@@ -32,12 +32,14 @@ class Trace:
     Args:
         half_life: rows after which a row counts half.
         window: rows that count at all; those are kept, to be removed exactly.
+        lines: whether a law that is linear in the columns may win.
     """
 
     def __init__(
-        self, moments: Moments, features: Features, *, half_life: float = inf, window: int | None = None
-    ) -> None:
-        self.moments, self.features = moments, features
+        self, moments: Moments, features: Features, *, half_life: float = inf, window: int | None = None,
+        lines: bool = True,
+    ) -> None:  # fmt: skip
+        self.moments, self.features, self.lines = moments, features, lines
         self.half_life, self.window = half_life, window
         self.held: deque[tuple[Tensor, Tensor]] = deque()
         self._removed = 0
@@ -179,7 +181,8 @@ class Trace:
             if self._noise and self._precisions:
                 found = at(self.moments, self.features.groups, self._precisions, *self._noise)
             else:
-                found = posterior(self.moments, self.features.groups, self._precisions)
+                fitted = self.features.fitted if self.lines else None
+                found = posterior(self.moments, self.features.groups, self._precisions, fitted=fitted)
                 seen = max(float(self.moments.count), self._searched + self._since)
                 self._searched, self._since = min(seen, LONG * self.half_life), 0
             self._posterior, self._precisions = found, found.precisions
@@ -191,9 +194,7 @@ class Trace:
         found = self._precisions or {}
         made = {**self.moments.tensors(), "precisions": torch.tensor([*found.values()], dtype=torch.float64)}
         made["searched"] = torch.tensor([self._searched, self._since], dtype=torch.float64)
-        known = self._noise
-        if self._posterior is not None:
-            known = self._posterior.noise, self._posterior.freedom
+        known = self._noise if (last := self._posterior) is None else (last.noise, last.freedom)
         if known is not None:
             made["noise"], made["freedom"] = known[0], torch.tensor(known[1], dtype=torch.float64)
         if self.held:
@@ -228,6 +229,7 @@ class _Correction:
         self.rows = torch.empty(RECENT, width, dtype=torch.float64)
         self.errors = torch.zeros(RECENT, 0, dtype=torch.float64)
         self._weights: tuple[int, Tensor] | None = None  # changed by so many rows
+        self._noise: tuple[int, tuple[Tensor, float]] | None = None  # known of so many rows
 
     def extend(self, errors: Float[Tensor, "q k"], whitened: Float[Tensor, "q p"], half_life: float) -> None:
         """Take more rows; later ones count more."""
@@ -245,11 +247,14 @@ class _Correction:
 
     def noise(self, base: Posterior, half_life: float) -> tuple[Tensor, float]:
         """Variance of the noise and degrees of freedom, given the rows, too."""
+        if self._noise is not None and self._noise[0] == self.count:
+            return self._noise[1]
         rises = 2.0 ** (torch.arange(1, self.count + 1, dtype=torch.float64) / half_life)
         shape = base.freedom / 2
         more = shape + float(rises.sum()) / 2
         noise = (base.noise * shape + self.errors[: self.count].square().sum(0) / 2) / more
-        return noise, 2 * more * 0.5 ** (self.count / half_life)
+        self._noise = self.count, (noise, 2 * more * 0.5 ** (self.count / half_life))
+        return self._noise[1]
 
     def apply(self, whitened: Float[Tensor, "n p"]) -> tuple[Tensor, Tensor]:
         """Change of the mean, (n, k), and reduction of the leverage, (n,), of whitened rows."""

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
+from constmem import StreamingClassifier, StreamingRegressor
 from constmem.core.moments import Moments
 from constmem.tabular.answers import TAILS, Answer, probabilities
 from constmem.tabular.evidence import MANY, SHORT, Posterior, _Factor, _sums, at, posterior
-from constmem.tabular.precisions import PRIOR, RATIO, RATIOS, SPREAD, Evidence, Factor
+from constmem.tabular.precisions import OFF, PRIOR, RATIO, RATIOS, SPREAD, Evidence, Factor
 
 GROUPS = {"constant": slice(0, 1), "few": slice(1, 4), "products": slice(4, 12)}
 seeds = st.integers(0, 2**31)
@@ -239,3 +240,35 @@ def test_few_rows_do_not_make_products_bold() -> None:
     renamed = {name.replace("products", "others"): group for name, group in GROUPS.items()}
     bold = posterior(moments, renamed).precisions["others"]
     assert posterior(moments, GROUPS).precisions["products"] > 5 * bold
+
+
+def test_numbers_fitted_to_make_features_count_against_them() -> None:
+    random = np.random.default_rng(0)
+    x = random.normal(size=(60, 3))
+    phi = torch.from_numpy(np.concatenate([np.ones((60, 1)), x, np.sin(2 * x)], 1))
+    groups = {"constant": slice(0, 1), "columns": slice(1, 4), "kernel": slice(4, 7)}
+    y = torch.from_numpy(x[:, :1] + 0.6 * np.sin(2 * x[:, 1:2]) + 0.5 * random.normal(size=(60, 1)))
+    moments = Moments.observe(phi, y)
+    free, dear = (posterior(moments, groups, fitted=fitted) for fitted in (0, 100))
+    assert float(free.weights[4:].abs().max()) > 0.1
+    assert dear.precisions["kernel"] == OFF
+    assert float(dear.weights[4:].abs().max()) < 1e-9
+    alone = posterior(
+        Moments.observe(phi[:, :4], y), {name: groups[name] for name in ("constant", "columns")}
+    )
+    torch.testing.assert_close(dear.weights[:4], alone.weights, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(dear.noise, alone.noise)
+    assert dear.freedom == alone.freedom
+    again = posterior(moments, groups, dear.precisions)  # what was left out may come back
+    assert float(again.weights[4:].abs().max()) > 0.1
+
+
+def test_classes_use_all_groups_and_numbers_may_lie_on_a_line() -> None:
+    random = np.random.default_rng(0)
+    x = random.normal(size=(100, 2))
+    y = x[:, 0] + 0.5 * random.normal(size=100)
+    off = []
+    for model in (StreamingRegressor().fit(x, y), StreamingClassifier().fit(x, y > 0)):
+        model.predict(x)
+        off.append(OFF in model.learner_.memory.traces[0].base().precisions.values())
+    assert off == [True, False]

@@ -1,5 +1,7 @@
 """Features, their kernel and their trees, against what they are meant to be."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,9 +9,9 @@ from threadpoolctl import threadpool_info
 from torch import Tensor
 
 from constmem.core.moments import Moments
-from constmem.tabular import kernel as kernels
+from constmem.tabular import lengths
 from constmem.tabular.evidence import posterior
-from constmem.tabular.features import Features, grow
+from constmem.tabular.features import Features, _coordinates, grow
 from constmem.tabular.features import leaves as leaves_of
 from constmem.tabular.kernel import Kernel, shares, side_by_side, times_upper
 
@@ -140,6 +142,13 @@ def test_a_finer_kernel_takes_the_room_that_a_long_one_leaves() -> None:
     torch.testing.assert_close(features.predict(x, [weights])[0], phi @ weights, atol=1e-6, rtol=0)
 
 
+def test_no_finer_kernel_is_there_where_all_rows_are_inducing_points() -> None:
+    x, y = table(120)
+    groups = Features.anchor(x, y).groups
+    assert groups["kernel"].stop - groups["kernel"].start == 120
+    assert "finer" not in groups
+
+
 def test_damaged_features_are_refused() -> None:
     tensors = Features.anchor(*table(), size=200).tensors()
     for name, bad in (("multiplied", torch.tensor([9])), ("finer", torch.zeros(2, 9).double())):
@@ -151,7 +160,7 @@ def test_inner_products_of_kernel_features_are_the_kernels_at_its_points() -> No
     x, y = table(80)
     features = Features.anchor(x, y, size=500)  # room for all rows
     phi = features(x)[:, features.groups["kernel"]]
-    u = features._coordinates((x - features.centre) / features.scale)
+    u = _coordinates((x - features.centre) / features.scale, features.knots)
     kernel = Kernel(features.rates, features.share)
     torch.testing.assert_close(phi @ phi.mT, kernel(u, u), atol=1e-4, rtol=0)
 
@@ -226,7 +235,7 @@ def test_the_slope_is_that_of_the_likelihood() -> None:
     x, y = table(25)
     u = torch.cat([x, x.argsort(0).argsort(0).double() / 12 - 1], 1)
     rates = Kernel.usual(4).rates.log().flatten()
-    at = torch.cat([rates, torch.tensor(kernels.PARTS, dtype=torch.float64)])
+    at = torch.cat([rates, torch.tensor(lengths.PARTS, dtype=torch.float64)])
     at = at + 0.3 * torch.randn(len(at), generator=random(), dtype=torch.float64)
 
     def loss(at: Tensor) -> float:
@@ -235,12 +244,43 @@ def test_the_slope_is_that_of_the_likelihood() -> None:
         gaps = u.numpy()[:, None] - u.numpy()
         inner = smooth * np.exp(-((gaps * s) ** 2).sum(-1) / 2)
         inner = inner + rough * np.exp(-np.sqrt(((gaps * r) ** 2).sum(-1)))
-        inner = inner + slant * x.numpy() @ x.numpy().T / 4 + kernels.CONSTANT
-        inner = inner + (noise + kernels.JITTER) * np.eye(25)
+        inner = inner + slant * x.numpy() @ x.numpy().T / 4 + lengths.CONSTANT
+        inner = inner + (noise + lengths.JITTER) * np.eye(25)
         fit = float((y.numpy() * np.linalg.solve(inner, y.numpy())).sum())
         return (fit + float(np.linalg.slogdet(inner)[1])) / 2
 
-    slope = kernels._slope(at, u, y, 4)
+    slope = lengths.exact_slope(at, u, y)
+    assert slope is not None
+    for i, found in enumerate(slope.tolist()):
+        move = 1e-5 * torch.eye(len(at), dtype=torch.float64)[i]
+        assert found == pytest.approx((loss(at + move) - loss(at - move)) / 2e-5, rel=1e-4, abs=1e-4)
+
+
+def test_the_slope_by_inducing_points_is_that_of_their_likelihood() -> None:
+    x, y = table(25)
+    y = torch.cat([y, y.flip(0)], 1)  # two targets
+    u = torch.cat([x, x.argsort(0).argsort(0).double() / 12 - 1], 1)
+    points = u[:7]
+    at = torch.cat([Kernel.usual(4).rates.log().flatten(), torch.tensor(lengths.PARTS, dtype=torch.float64)])
+    at = at + 0.3 * torch.randn(len(at), generator=random(), dtype=torch.float64)
+
+    def loss(at: Tensor) -> float:
+        smooth, rough, slant, noise = at[-4:].exp().numpy()
+        s, r = at[:-4].exp().view(2, 8).numpy()
+
+        def covariances(a: Any, b: Any) -> Any:
+            gaps = a[:, None] - b
+            made = smooth * np.exp(-((gaps * s) ** 2).sum(-1) / 2)
+            return made + rough * np.exp(-np.sqrt(((gaps * r) ** 2).sum(-1)))
+
+        across, inner = (covariances(t.numpy(), points.numpy()) for t in (u, points))
+        inner = inner + lengths.ROUNDING * (smooth + rough) * np.eye(7)
+        whole = across @ np.linalg.solve(inner, across.T) + slant * x.numpy() @ x.numpy().T / 4
+        whole = whole + lengths.CONSTANT + (noise + lengths.JITTER) * np.eye(25)
+        fit = float((y.numpy() * np.linalg.solve(whole, y.numpy())).sum())
+        return (fit + 2 * float(np.linalg.slogdet(whole)[1])) / 2
+
+    slope = lengths.induced_slope(at, u, y, points)
     assert slope is not None
     for i, found in enumerate(slope.tolist()):
         move = 1e-5 * torch.eye(len(at), dtype=torch.float64)[i]
@@ -250,13 +290,13 @@ def test_the_slope_is_that_of_the_likelihood() -> None:
 def test_lengths_are_short_only_where_targets_change() -> None:
     x, y = table(300)
     u = torch.cat([x, x.argsort(0).argsort(0).double() / 87 - 1.73], 1)
-    rates = Kernel.learned(u, y, random()).rates
+    rates = lengths.learned(u, y, random()).rates
     assert float(rates[0, 0]) > 3 * float(rates[0, 1:4].max())
 
 
 def test_without_noise_or_with_copies_only_the_search_ends_well() -> None:
     u = torch.zeros(50, 2, dtype=torch.float64)
-    kernel = Kernel.learned(u, torch.zeros(50, 1, dtype=torch.float64), random())
+    kernel = lengths.learned(u, torch.zeros(50, 1, dtype=torch.float64), random())
     assert bool(kernel.rates.isfinite().all())
     assert kernel.inducing(u, 10).tolist() == [0]
 
