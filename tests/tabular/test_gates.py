@@ -71,7 +71,7 @@ def wave(rows: int, columns: int, seed: int) -> tuple[Rows, Rows]:
 
 
 @pytest.mark.parametrize("columns", [1, 2, 4])
-@pytest.mark.parametrize("rows", [128, 256, 512])
+@pytest.mark.parametrize("rows", [128, 256, pytest.param(512, marks=pytest.mark.slow)])
 def test_smooth_functions_are_learned_nearly_as_by_the_exact_process(columns: int, rows: int) -> None:
     lost = []
     for seed in range(3):
