@@ -102,6 +102,8 @@ class Moments(Monoid):
                 "what would be left are no sums of squares: some of these rows were never observed here, or "
                 "were observed with other features or weights (or decayed since); remove the very same rows"
             )
+        for sums in (left.gram.diagonal(dim1=-2, dim2=-1), left.square, left.count):
+            sums.clamp_(min=0.0)  # of squares: where nothing is left, rounding is, and may be negative
         return left
 
     def decay(self, factor: float | Float[Tensor, "*b"]) -> "Moments":

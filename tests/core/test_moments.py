@@ -79,6 +79,17 @@ def test_removing_undoes_merging(seed: int, n: int, m: int, scale: float) -> Non
     assert_same(kept.merge(gone).remove(gone), kept, 1e-11)
 
 
+@given(seed=seeds, scale=scales)
+def test_removing_all_in_parts_leaves_no_negative_squares(seed: int, scale: float) -> None:
+    phi, y, weight = rows(50, seed=seed, scale=scale)
+    whole, *parts = (
+        Moments.observe(phi[s], y[s], weight[s]) for s in (slice(None), slice(30), slice(30, None))
+    )
+    left = whole.remove(parts[0]).remove(parts[1])
+    for sums in (left.gram.diagonal(), left.square, left.count):
+        assert bool((sums >= 0.0).all())
+
+
 def test_chunks_and_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     phi, y, weight = rows(50, p=11)
     whole = Moments.observe(phi, y, weight)
