@@ -1,7 +1,7 @@
 """`Features`: fixed nonlinear features of numeric columns, frozen after a warm-up; trees give some."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -9,22 +9,21 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from constmem.core.moments import Moments
-from constmem.tabular.evidence import posterior
-from constmem.tabular.kernel import Kernel, side_by_side, times_upper
-from constmem.tabular.lengths import learned
+from constmem.tabular.evidence import Posterior, posterior
+from constmem.tabular.kernel import CLIP, Kernel, coordinates, side_by_side, times_upper
+from constmem.tabular.lengths import learned, placed
 
 SIZE = 756
 WARM = 2048  # rows that inducing points are chosen among
 FEW = 64  # inducing points, however many columns there are
 FEWEST = 8  # rows that lengths can be learned from
-CLIP = 4.0  # deviations: what lies further out is no further from anything
 PIECE = 512  # rows at once: what is computed of them fits into a processor's cache
 KNOTS = 64  # quantiles kept of each column
 TREES, DEPTH = 8, 4
+ENOUGH = 1.5  # rows an inducing point, so that points move to what rows show and not to their noise
 GROWN = 1024, 4  # rows that trees see, at most, and one of how many: trees that saw all targets overfit
 PRODUCTS, FAR = 16, 8.0  # columns that are multiplied with one another, clipped at so many deviations
 FINER = 16.0  # how much shorter the lengths of a second kernel are, where the first has no use for the room
-RANK = 3.0**0.5  # ranks are spread evenly over -RANK to RANK: one deviation wide, as the columns are
 BINS = 32  # thresholds are quantiles between them
 RATE = 0.3  # part of a tree's fit that the trees after it no longer see
 SHRINK = 3.0  # rows of zeros that every leaf is thought to hold
@@ -34,19 +33,19 @@ SHRINK = 3.0  # rows of zeros that every leaf is thought to hold
 class Features:
     """Features of rows in groups, frozen after a warm-up: the same rows always give the same features.
 
-    The constant; the columns; their ranks in the warm-up; products of the columns that matter most; a
-    kernel's inducing points, whitened, so that inner products of features are the kernel's; leaves of trees;
-    a finer kernel's inducing points, if the first one's are so long that a few points say all about it.
-    Products, or products and trees, are left out where more inducing points have the larger evidence.
+    The constant; the columns; their ranks in the warm-up; products of columns that matter most; a kernel's
+    inducing points, whitened, so that inner products of features are the kernel's; leaves of trees; a finer
+    kernel's points, if the first one's lengths are so long that a few points say all about it. Products, or
+    products and trees, are left out where more inducing points have the larger evidence.
 
     Attributes:
         centre, scale: mean and deviation of each column.
         knots: quantiles of each column, in deviations.
         rates, share: of the kernel.
-        points: the inducing points, in deviations.
+        points: the inducing points: columns and ranks as the kernel takes them; of older ones columns alone.
         columns, thresholds: that trees test, level by level.
         multiplied: columns that are multiplied with one another; None: those of the shortest lengths.
-        finer: the inducing points of the finer kernel, in deviations.
+        finer: the inducing points of the finer kernel, likewise.
 
     Example:
         >>> x = torch.randn(50, 3, dtype=torch.float64)
@@ -76,7 +75,8 @@ class Features:
             ("finer", first.finer(FINER, extent=CLIP), self.finer),
         ):
             if points is not None and len(points):
-                where = _coordinates(points, self.knots)
+                old = points.shape[1] == len(self.centre)
+                where = coordinates(points, self.knots) if old else points.double()
                 made[name] = kernel, where, kernel.whitener(where)
         return made
 
@@ -107,36 +107,48 @@ class Features:
         scale = torch.where(scale > 1e-9 * centre.abs() + 1e-300, scale, 1.0)
         z = (x - centre) / scale
         knots = torch.quantile(z, torch.linspace(0, 1, KNOTS, dtype=torch.float64), 0).mT.contiguous()
-        u = _coordinates((every - centre) / scale, knots)
+        u = coordinates((every - centre) / scale, knots)
         kernel, tests = Kernel.usual(d), (torch.zeros(0, DEPTH).long(), torch.zeros(0, DEPTH).double())
         if y is not None and len(x) >= FEWEST:
             y = y[rows].double()
             y = (y - y.mean(0)) / y.var(0, correction=0).mean().sqrt().clamp(min=1e-12)
-            kernel, y = learned(u, y, random), y[:WARM]
+            kernel = learned(u, y, random)
             some = min(GROWN[0], len(x) // GROWN[1])
             if some >= 2**DEPTH:
                 tests = grow(z[:some], y[:some], count=TREES, depth=DEPTH)
-        u = u[:WARM]
+        warm = u[:WARM]
         room, fine = size - 1 - 2 * d, kernel.finer(FINER, extent=CLIP)
-        points = z[kernel.inducing(u, max(room, FEW))]  # the first of them are those that less room takes
-        rest = room - len(points) if len(points) < len(z) else 0  # all other rows are copies, or nearly
-        finer = z[fine.inducing(u, rest)] if rest >= FEW else z[:0]
+        points = warm[kernel.inducing(warm, max(room, FEW))]  # the first are those that less room takes
+        rest = room - len(points) if len(points) < len(warm) else 0  # all other rows are copies, or nearly
+        finer = warm[fine.inducing(warm, rest)] if rest >= FEW else warm[:0]
 
         def made(*, products: bool, trees: int) -> Features:
             multiplied = _shortest(kernel.rates)[: None if products else 0]
             left = room - _pairs(len(multiplied)).shape[1] - trees * 2**DEPTH
             some = points[: max(left, FEW)]
             return Features(
-                centre, scale, knots, kernel.rates, kernel.share, some, tests[0][:trees], tests[1][:trees],
-                multiplied, finer[: max(left - len(some), 0)],
+                centre, scale, knots, kernel.rates, kernel.share, some.float(), tests[0][:trees],
+                tests[1][:trees], multiplied, finer[: max(left - len(some), 0)].float(),
             )  # fmt: skip
 
-        trees = len(tests[0])
-        tried = [made(products=True, trees=trees), made(products=False, trees=trees)]
-        tried += [made(products=False, trees=0)] if trees else []
+        sizes = sorted({0, len(tests[0])}, reverse=True)
+        tried = [made(products=True, trees=sizes[0])] + [made(products=False, trees=trees) for trees in sizes]
         if y is None or len(x) < FEWEST:
             return tried[0]
-        return max(tried, key=lambda features: features._evidence(x, y))
+        found = {each: each._posterior(x, y) for each in tried}
+        best = max(tried, key=lambda each: found[each].log_evidence)
+        last = [each._placed(u, y, found[each], random) for each in dict.fromkeys([best, tried[-1]])]
+        return max(last, key=lambda each: each._posterior(x, y).log_evidence) if len(last) > 1 else last[0]
+
+    def _placed(self, u: Tensor, y: Tensor, found: Posterior, random: torch.Generator) -> "Features":
+        """The same, with inducing points where they explain more of the rows, if these are enough."""
+        if len(u) < ENOUGH * len(self.points) or "finer" in self.groups:
+            return self
+        kernel, points, _ = self.kernels["kernel"]
+        return replace(self, points=placed(kernel, found, u, y, points, random).float())
+
+    def _posterior(self, x: Float[Tensor, "n d"], y: Float[Tensor, "m k"]) -> Posterior:
+        return posterior(Moments.observe(self(x), y[: len(x)]), self.groups)
 
     def __call__(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n p"]:
         """Features of rows, in float64."""
@@ -165,7 +177,7 @@ class Features:
     def _parts(self, x: Tensor) -> list[Tensor]:
         """Features of a few rows by group, but covariances with the inducing points not whitened yet."""
         z = (x.double() - self.centre) / self.scale
-        u = _coordinates(z, self.knots)
+        u = coordinates(z, self.knots)
         left, right = z.clamp(-FAR, FAR)[:, self.pairs].unbind(1)
         made = {"constant": torch.ones_like(z[:, :1]), "columns": z, "ranks": u[:, z.shape[1] :]}
         made |= {"products": left * right, "trees": leaves(z, self.columns, self.thresholds)}
@@ -188,8 +200,7 @@ class Features:
     @cached_property
     def width(self) -> int:
         """Number of features."""
-        stop: int = max(group.stop for group in self.groups.values())
-        return stop
+        return int(max(group.stop for group in self.groups.values()))
 
     @property
     def fitted(self) -> int:
@@ -214,17 +225,14 @@ class Features:
         (d,), trees = made.centre.shape, made.columns
         multiplied = trees[:0, 0] if made.multiplied is None else made.multiplied
         finer = made.points if made.finer is None else made.finer
-        wide = {*made.scale.shape, made.knots.shape[0], made.points.shape[1], finer.shape[1]} == {d}
+        wide = {*made.scale.shape, made.knots.shape[0]} == {d}
+        wide &= made.points.shape[1] == finer.shape[1] in (d, 2 * d)
         if not wide or trees.ndim != 2 or trees.shape != made.thresholds.shape:
             raise ValueError("holds features whose shapes do not fit each other")
         made.kernels  # noqa: B018 - refuses points that cannot be whitened
         if any(bool(((columns < 0) | (columns >= d)).any()) for columns in (trees, multiplied)):
             raise ValueError("holds trees or products of columns which are not there")
         return made
-
-    def _evidence(self, x: Float[Tensor, "n d"], y: Float[Tensor, "n k"]) -> float:
-        """The log evidence of rows, at the best precisions."""
-        return posterior(Moments.observe(self(x), y), self.groups).log_evidence
 
 
 def _shortest(rates: Float[Tensor, "2 e"]) -> Int[Tensor, " c"]:
@@ -235,14 +243,6 @@ def _shortest(rates: Float[Tensor, "2 e"]) -> Int[Tensor, " c"]:
 def _pairs(columns: int) -> Int[Tensor, "2 pairs"]:
     """Pairs of columns to be multiplied."""
     return torch.triu_indices(columns, columns)
-
-
-def _coordinates(z: Tensor, knots: Tensor) -> Tensor:
-    """Where rows lie for the kernel: columns, clipped, and their ranks in the warm-up, (n, 2 d)."""
-    across = z.mT.contiguous()
-    below = torch.searchsorted(knots, across) + torch.searchsorted(knots, across, right=True)
-    ranks = (below.mT.double() / knots.shape[1] - 1.0) * RANK
-    return torch.cat([z.clamp(-CLIP, CLIP), ranks], 1)
 
 
 def grow(

@@ -28,6 +28,8 @@ from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
 from torch import Tensor
 
 DISTINCT = 1e-8, 1e-6  # variance that a further inducing point must add, smooth and rough: more than rounding
+CLIP = 4.0  # deviations: what lies further out is no further from anything
+RANK = 3.0**0.5  # ranks are spread evenly over -RANK to RANK: one deviation wide, as the columns are
 EXACT = 1e4  # squared length whose rounding is a thousandth of what `DISTINCT` allows
 
 
@@ -91,6 +93,14 @@ class Kernel:
         factor = torch.linalg.cholesky(self(u, u) + 1e-3 * self._distinct * eye)
         inverse: Tensor = torch.linalg.solve_triangular(factor, eye, upper=False)
         return inverse.mT.contiguous()
+
+
+def coordinates(z: Float[Tensor, "n d"], knots: Float[Tensor, "d q"]) -> Float[Tensor, "n e"]:
+    """Where rows lie for the kernel: columns, clipped, and their ranks among the knots, (n, 2 d)."""
+    across = z.mT.contiguous()
+    below = torch.searchsorted(knots, across) + torch.searchsorted(knots, across, right=True)
+    ranks = (below.mT.double() / knots.shape[1] - 1.0) * RANK
+    return torch.cat([z.clamp(-CLIP, CLIP), ranks], 1)
 
 
 def times_upper(rows: Float[Tensor, "n m"], upper: Float[Tensor, "m m"]) -> None:

@@ -1,5 +1,6 @@
 """Features, their kernel and their trees, against what they are meant to be."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,9 @@ from torch import Tensor
 from constmem.core.moments import Moments
 from constmem.tabular import lengths
 from constmem.tabular.evidence import posterior
-from constmem.tabular.features import Features, _coordinates, grow
+from constmem.tabular.features import Features, grow
 from constmem.tabular.features import leaves as leaves_of
-from constmem.tabular.kernel import Kernel, shares, side_by_side, times_upper
+from constmem.tabular.kernel import Kernel, coordinates, shares, side_by_side, times_upper
 
 
 def table(n: int = 300, d: int = 4, *, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -160,7 +161,7 @@ def test_inner_products_of_kernel_features_are_the_kernels_at_its_points() -> No
     x, y = table(80)
     features = Features.anchor(x, y, size=500)  # room for all rows
     phi = features(x)[:, features.groups["kernel"]]
-    u = _coordinates((x - features.centre) / features.scale, features.knots)
+    u = coordinates((x - features.centre) / features.scale, features.knots)
     kernel = Kernel(features.rates, features.share)
     torch.testing.assert_close(phi @ phi.mT, kernel(u, u), atol=1e-4, rtol=0)
 
@@ -256,15 +257,16 @@ def test_the_slope_is_that_of_the_likelihood() -> None:
         assert found == pytest.approx((loss(at + move) - loss(at - move)) / 2e-5, rel=1e-4, abs=1e-4)
 
 
-def test_the_slope_by_inducing_points_is_that_of_their_likelihood() -> None:
+@pytest.mark.parametrize("missed", [0.0, 1.0])
+def test_slopes_by_inducing_points_are_those_of_their_likelihood_or_of_the_bound(missed: float) -> None:
     x, y = table(25)
     y = torch.cat([y, y.flip(0)], 1)  # two targets
     u = torch.cat([x, x.argsort(0).argsort(0).double() / 12 - 1], 1)
-    points = u[:7]
+    points = u[:7] + 0.1 * torch.randn(7, 8, generator=random(), dtype=torch.float64)
     at = torch.cat([Kernel.usual(4).rates.log().flatten(), torch.tensor(lengths.PARTS, dtype=torch.float64)])
     at = at + 0.3 * torch.randn(len(at), generator=random(), dtype=torch.float64)
 
-    def loss(at: Tensor) -> float:
+    def loss(at: Tensor, points: Tensor) -> float:
         smooth, rough, slant, noise = at[-4:].exp().numpy()
         s, r = at[:-4].exp().view(2, 8).numpy()
 
@@ -275,16 +277,61 @@ def test_the_slope_by_inducing_points_is_that_of_their_likelihood() -> None:
 
         across, inner = (covariances(t.numpy(), points.numpy()) for t in (u, points))
         inner = inner + lengths.ROUNDING * (smooth + rough) * np.eye(7)
-        whole = across @ np.linalg.solve(inner, across.T) + slant * x.numpy() @ x.numpy().T / 4
-        whole = whole + lengths.CONSTANT + (noise + lengths.JITTER) * np.eye(25)
+        explained, noise = across @ np.linalg.solve(inner, across.T), noise + lengths.JITTER
+        whole = explained + slant * x.numpy() @ x.numpy().T / 4 + lengths.CONSTANT + noise * np.eye(25)
         fit = float((y.numpy() * np.linalg.solve(whole, y.numpy())).sum())
-        return (fit + 2 * float(np.linalg.slogdet(whole)[1])) / 2
+        rest = 2 * (25 * (smooth + rough) - np.trace(explained)) / (2 * noise)
+        return (fit + 2 * float(np.linalg.slogdet(whole)[1])) / 2 + missed * float(rest)
 
-    slope = lengths.induced_slope(at, u, y, points)
-    assert slope is not None
-    for i, found in enumerate(slope.tolist()):
+    slopes = lengths.induced_slopes(at, u, y, points, missed)
+    assert slopes is not None
+    for i, found in enumerate(slopes[0].tolist()):
         move = 1e-5 * torch.eye(len(at), dtype=torch.float64)[i]
-        assert found == pytest.approx((loss(at + move) - loss(at - move)) / 2e-5, rel=1e-4, abs=1e-4)
+        wanted = (loss(at + move, points) - loss(at - move, points)) / 2e-5
+        assert found == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+    for i, found in enumerate(slopes[1].flatten().tolist()):
+        move = 1e-5 * torch.eye(points.numel(), dtype=torch.float64)[i].view_as(points)
+        wanted = (loss(at, points + move) - loss(at, points - move)) / 2e-5
+        assert found == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+
+
+def test_inducing_points_move_to_where_they_explain_more() -> None:
+    """Of a function that is rough on one side alone: fewer errors on other rows than by rows themselves."""
+    x = torch.rand(1500, 2, generator=random(), dtype=torch.float64) * 4 - 2
+    y = (8 * x[:, :1] * (x[:, :1] > 0)).sin() * x[:, 1:].cos()
+    y = y + 0.05 * torch.randn(1500, 1, generator=random(), dtype=torch.float64)
+    features = Features.anchor(x[:1000], y[:1000], size=120)
+    u = coordinates((x[:1000] - features.centre) / features.scale, features.knots)
+    kernel, points, _ = features.kernels["kernel"]
+    nearest = torch.cdist(points, u).min(1).values
+    assert float(nearest.max()) > 0.01  # they are no rows any more
+    rows = u[kernel.inducing(u, len(points))]
+    off = []
+    for made in (features, replace(features, points=rows)):
+        phi = made(x)
+        found = posterior(Moments.observe(phi[:1000], y[:1000]), made.groups)
+        off.append(float((found.mean(phi[1000:]) - y[1000:]).square().mean()))
+    assert off[0] < 0.9 * off[1]
+
+
+@pytest.mark.parametrize(("rows", "size"), [(120, 756), (300, 250)])
+def test_inducing_points_that_are_nearly_all_rows_stay_where_they_are(rows: int, size: int) -> None:
+    x, _ = table(rows)
+    y = (2 * x[:, :1]).sin() + (2 * x[:, 1:2] + x[:, 2:3]).cos()
+    features = Features.anchor(x, y + 0.05 * torch.randn_like(y), size=size)
+    u = coordinates((x - features.centre) / features.scale, features.knots)
+    _, points, _ = features.kernels["kernel"]
+    assert 120 <= len(points) <= rows < 1.5 * len(points)
+    assert float(torch.cdist(points, u).min(1).values.max()) < 1e-5
+
+
+def test_points_of_older_features_have_columns_alone_and_are_ranked() -> None:
+    x, _ = table()
+    made = Features.anchor(x, size=200).tensors()
+    columns = (x[:90] - made["centre"]) / made["scale"]
+    both = coordinates(columns, made["knots"])
+    older, new = (Features.of(made | {"points": p, "finer": p[:0]}) for p in (columns, both))
+    assert torch.equal(older(x), new(x))
 
 
 def test_lengths_are_short_only_where_targets_change() -> None:
