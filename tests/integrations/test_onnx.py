@@ -233,8 +233,10 @@ def test_models_that_have_no_graphs_are_named(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_observe_and_query_are_exported_for_any_number_of_tasks_points_and_targets() -> None:
-    model = CMANP(dim_x=2, dim_y=1, dim=16, depth=1, num_slots=4, num_latents=4, num_heads=2, hidden=8).eval()
+@pytest.mark.parametrize("moments", [0, 6])
+def test_observe_and_query_are_exported_for_any_number_of_tasks_points_and_targets(moments: int) -> None:
+    sizes = {"dim": 16, "depth": 1, "num_slots": 4, "num_latents": 4, "num_heads": 2, "hidden": 8}
+    model = CMANP(dim_x=2, dim_y=1, moments=moments, **sizes).eval()  # type: ignore[arg-type]
 
     class Both(nn.Module):
         def __init__(self) -> None:
