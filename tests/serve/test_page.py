@@ -371,6 +371,27 @@ def test_weights_that_are_no_good_are_named_in_plain_words(
         path.write_bytes(content)
 
 
+def test_a_tab_that_failed_is_tried_again_and_the_other_keeps_its_drawing(
+    site: tuple[Path, str], shown: Shown
+) -> None:
+    path = site[0] / "models" / "gp" / WEIGHTS
+    content = path.read_bytes()
+    page = shown()
+    page.click('[data-id="more"]')
+    try:
+        path.unlink()
+        page.click("#tab-curve")
+        page.wait_for_selector("#alert:not([hidden])")
+    finally:
+        path.write_bytes(content)
+    page.click("#tab-digit")
+    assert page.is_hidden("#alert")
+    assert len(page.evaluate(DIGIT)[0]) == 20
+    page.click("#tab-curve")
+    page.wait_for_selector(READY.format("curve"))
+    assert page.is_hidden("#alert")
+
+
 def test_a_browser_without_simd_is_told_so(shown: Shown) -> None:
     page = shown(tab=None, script="WebAssembly.validate = () => false")
     page.wait_for_selector("#alert:not([hidden])")

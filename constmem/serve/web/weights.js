@@ -27,7 +27,7 @@ export async function fetched(url) {
   try {
     response = await fetch(url);
   } catch {
-    throw new Error(`${url} could not be fetched: the server cannot be reached. Load the page again later.`);
+    throw new Error(`${url} could not be fetched: the server cannot be reached. Open this tab again later.`);
   }
   if (!response.ok) throw new Error(`${url} could not be fetched (${response.status}). Are all files of the page on the server?`);
   return response.arrayBuffer();
