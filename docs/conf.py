@@ -3,6 +3,9 @@
 import re
 from typing import Any
 
+from docutils.nodes import SkipNode
+from docutils.utils.math.latex2mathml import tex2mathml
+
 import constmem
 
 project = "constmem"
@@ -13,7 +16,9 @@ html_theme = "furo"
 html_title = "constmem"
 exclude_patterns = ["_build"]
 myst_heading_anchors = 4
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+html_math_renderer = "mathml"  # which browsers show by themselves: MathJax would be fetched from elsewhere
+html_show_copyright = False
 default_role = "code"  # one backtick means code, as in Markdown
 autodoc_inherit_docstrings = False  # those of PyTorch are in its own documentation
 autodoc_member_order = "bysource"
@@ -57,7 +62,20 @@ def skip(_: Any, __: str, name: str, *___: Any) -> bool | None:
     return True if re.fullmatch(r"set_\w+_request", name) else None
 
 
+def formula(writer: Any, node: Any) -> None:
+    """Write a formula within a line as MathML."""
+    writer.body.append(tex2mathml(node.astext()))
+    raise SkipNode
+
+
+def formula_apart(writer: Any, node: Any) -> None:
+    """Write a formula on a line of its own as MathML."""
+    writer.body.append(f"<div>{tex2mathml(node.astext(), as_block=True)}</div>")
+    raise SkipNode
+
+
 def setup(app: Any) -> None:
+    app.add_html_math_renderer("mathml", (formula, None), (formula_apart, None))
     app.connect("source-read", without_outside_links)
     app.connect("autodoc-skip-member", skip)
     app.connect("autodoc-process-docstring", set_formulas_apart, priority=100)  # before napoleon

@@ -151,7 +151,7 @@ def read_json(path: Path, advice: str) -> Any:
 
 
 def advice_on(error: OSError) -> str:
-    """What to do about an error of the disk."""
+    """What to do about an error of the disk, or of an address."""
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
             return ": make room, or write elsewhere; what was written before is whole, and a run --resumes"
@@ -161,6 +161,8 @@ def advice_on(error: OSError) -> str:
             return ": a file is there where a folder is needed, or the other way round; take another name"
         case errno.ENOENT:
             return ": there is no such place; make it, or take another"
+        case errno.EADDRINUSE:
+            return ": another program listens there; take another --port, or 0 for any that is free"
     return ""
 
 

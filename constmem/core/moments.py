@@ -73,6 +73,8 @@ class Moments(Monoid):
             )
         if weight is not None and weight.shape != phi.shape[:-1]:
             raise ValueError(f"weights of shape {tuple(weight.shape)} for {_rows(phi)} rows: give one a row")
+        if torch.compiler.is_exporting():  # for any number of rows
+            return _of_chunk(phi.double(), y.double(), None if weight is None else weight.double())
         made = None
         for start in range(0, max(phi.shape[-2], 1), CHUNK):
             rows = slice(start, start + CHUNK)
@@ -214,7 +216,7 @@ def _of_chunk(phi: Tensor, y: Tensor, weight: Tensor | None) -> Moments:
     """Sums over one chunk of rows, in float64: one of float32 is not positive definite."""
     weighted = phi if weight is None else phi * weight[..., None]
     squares = y.square() if weight is None else y.square() * weight[..., None]
-    count = phi.new_full(phi.shape[:-2], phi.shape[-2]) if weight is None else weight.sum(-1)
+    count = phi.new_zeros(phi.shape[:-2]) + phi.shape[-2] if weight is None else weight.sum(-1)
     return Moments(_gram(phi, weighted), weighted.mT @ y, squares.sum(-2), count)
 
 

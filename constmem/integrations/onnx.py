@@ -28,7 +28,7 @@ from constmem.tabular.forgetting import TRUST, Forgetting
 from constmem.tabular.learner import Learner
 from constmem.tabular.residuals import shipped
 
-FORMAT, VERSION = "constmem.onnx", 2
+FORMAT, VERSION = "constmem.onnx", 3
 RUNNER = Path(__file__).with_name("onnx_runner.py")
 PARTS = (
     "integrations/onnx_table_runner",
@@ -93,11 +93,14 @@ def _export_table(model: StreamingEstimator, out: Path, *, half: bool) -> Path:
 
 
 def _write(out: Path, work: dict[str, Work], about: dict[str, Any], *, half: bool) -> None:
+    from constmem.integrations.onnx_runner import checksum_of
+
     graphs = {name: _content(verbs.graph(*parts), half=half) for name, parts in work.items()}
     for name, content in graphs.items():
         write_bytes(out / f"{name}.onnx", content)
     sums = {name: hashlib.sha256(content).hexdigest() for name, content in graphs.items()}
-    about = about | {"format": FORMAT, "version": VERSION, "graphs": sums}
+    about = json.loads(json.dumps(about | {"format": FORMAT, "version": VERSION, "graphs": sums}))
+    about["checksum"] = checksum_of(about)
     write_text(out / "model.json", json.dumps(about, indent=1) + "\n")
 
 
@@ -122,6 +125,7 @@ def _require(model: Any) -> None:
             )
     with extra("onnx", "exporting needs more packages"):
         import onnx  # noqa: F401
+        import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
 
 

@@ -11,7 +11,7 @@ This file needs nothing of constmem. `constmem export` writes a copy of it besid
 import hashlib
 import json
 import os
-import re
+from copy import copy
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -19,12 +19,12 @@ from uuid import uuid4
 import numpy as np
 import onnxruntime
 
-FORMAT, VERSION = "constmem.onnx", 2
+READS = "constmem.onnx of version 3"
 NOTHING = ""  # the fingerprint of a state that has seen nothing
 CHUNK = 1024  # points observed at once; never changes a result
 PROVIDERS, SLOWER = ["CPUExecutionProvider"], ["SkipLayerNormFusion"]  # slower than what it replaces
 NUMBERS = {"F64": np.float64, "I64": np.int64}
-CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})"')
+BLANK = b"0" * 64  # where a checksum will be
 Array = np.ndarray[Any, Any]
 
 
@@ -37,19 +37,18 @@ class Exported:
     def __init__(self, folder: str | os.PathLike[str], threads: int) -> None:
         path = Path(folder) / "model.json"
         try:
-            about = json.loads(path.read_text(encoding="utf-8"))
+            about: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             raise FileNotFoundError(f"there is no {path}: give what `constmem export` wrote") from None
-        except ValueError as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is damaged ({error}): export the model again") from error
-        if about.get("format") != FORMAT or about.get("version") != VERSION:
-            raise ValueError(
-                f"{path} is {about.get('format')!r} of version {about.get('version')!r}, but this runner "
-                f"reads {FORMAT!r} of version {VERSION}: take the runner from beside the graphs"
-            )
+        if (found := f"{about.get('format')} of version {about.get('version')}") != READS:
+            raise ValueError(f"{path} is {found}, not {READS}: take the runner from beside the graphs")
+        if about.pop("checksum", None) != checksum_of(about):
+            raise ValueError(f"{path} is damaged (its checksum is another): export the model again")
         if about["kind"] != self.KIND:
             raise ValueError(f"{folder} is a model of {about['kind']}, not of {self.KIND}: take the other")
-        self.about: dict[str, Any] = about
+        self.about = about
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         self._graphs: dict[str, tuple[Any, list[str], list[str]]] = {}
@@ -77,6 +76,12 @@ class Exported:
         """Bytes remembered: the same whatever was seen."""
         return sum(array.nbytes for array in self.state.values())
 
+    def fork(self) -> Any:
+        """One that goes on from here by itself; arrays are replaced, never written to."""
+        made = copy(self)
+        made.__dict__ |= {name: copy(v) for name, v in vars(self).items() if isinstance(v, dict | list)}
+        return made
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state as the library does: it reads it, and so does `load`."""
         fingerprint = self.about["fingerprint"] if self.count.any() else NOTHING
@@ -91,22 +96,19 @@ class Exported:
                 f"{path} was made by other weights (fingerprint {fingerprint}, these "
                 f"{self.about['fingerprint']}): float16 weights count as others; observe the points again"
             )
-        shapes = {name: array.shape[1:] for name, array in self.state.items()}
-        if {name: array.shape[1:] for name, array in state.items()} != shapes:
-            raise ValueError(f"{path} is of another model: its arrays are not of the shapes {shapes}")
-        if any(len(array) != len(state["count"]) for array in state.values()):
-            raise ValueError(f"{path} is damaged: its arrays are of different batches; save it again")
+        shapes = {name: (*np.shape(state.get("count", 0)), *t.shape[1:]) for name, t in self.state.items()}
+        if {name: array.shape for name, array in state.items()} != shapes:
+            raise ValueError(f"{path} is of another model, or damaged: its shapes are not {shapes}")
         self._set(state)
 
     def _set(self, state: dict[str, Array]) -> None:
         self.state, self._memory = {name: state[name] for name in self.about["blank"]}, None
+        self._begun = True
 
     def _blank(self, batch: int) -> dict[str, Array]:
         """The state of nothing."""
-        return {
-            name: np.full((batch, *made["shape"]), made["fill"], NUMBERS[made["dtype"]])
-            for name, made in self.about["blank"].items()
-        }
+        blank = self.about["blank"].items()
+        return {n: np.full((batch, *of["shape"]), of["fill"], NUMBERS[of["dtype"]]) for n, of in blank}
 
     def _run(self, graph: str, **given: Array) -> dict[str, Array]:
         """What a graph makes of these, and of what it takes of the state, by name."""
@@ -149,18 +151,16 @@ class Runner(Exported):
     def merge(self, other: "Runner") -> None:
         """Merge all that another stream of the same model has seen."""
         if self.about["fingerprint"] != other.about["fingerprint"] or self.batch != other.batch:
-            raise ValueError(
-                "only streams of the same exported model, and as many of them side by side, can be merged: "
-                f"these are {self.batch} of {self.about['fingerprint']} and {other.batch} of "
-                f"{other.about['fingerprint']}"
-            )
+            raise ValueError("only streams of the same exported model, and as many of them, can be merged")
         self._set(self._changed("merge", **{f"other_{name}": t for name, t in other.state.items()}))
 
     def predict(self, xt: Any) -> tuple[Array, Array]:
         """Mean and standard deviation at targets, with the batch in front: (batch, m, dim_y) each."""
         targets = self._points("xt", xt)
-        starts = range(0, max(targets.shape[1], 1), CHUNK)
-        found = [self._run("predict", **self.read(), xt=targets[:, i : i + CHUNK]) for i in starts]
+        if not targets.shape[1]:
+            return (none := np.zeros((self.batch, 0, self.about["dim_y"]), np.float32)), none.copy()
+        parts = [targets[:, i : i + CHUNK] for i in range(0, targets.shape[1], CHUNK)]
+        found = [self._run("predict", **self.read(), xt=part) for part in parts]
         return tuple(np.concatenate([part[name] for part in found], 1) for name in ("mean", "std"))  # type: ignore[return-value]
 
     def read(self) -> dict[str, Array]:
@@ -176,12 +176,6 @@ class Runner(Exported):
         root = np.linalg.inv(factor)
         log_det = 2 * np.log(np.diagonal(factor, axis1=-2, axis2=-1)).sum(-1)
         return {"matrix": matrix, "inverse": np.swapaxes(root, -1, -2) @ root, "log_det": log_det}
-
-    def fork(self) -> "Runner":
-        """A stream that goes on from here by itself."""
-        made = object.__new__(Runner)
-        made.__dict__ |= self.__dict__ | {"state": dict(self.state)}  # whose arrays are never written to
-        return made
 
     def _points(self, name: str, given: Any) -> Array:
         """Numbers as (batch, n, channels) in float64; refuses what is none, or not finite."""
@@ -206,17 +200,18 @@ class EventRunner(Exported):
 
     Args:
         folder: one that `constmem export --to onnx` wrote of a CMHP.
-        start: when each observation began, one number a stream.
+        start: when each observation began, one number a stream; None: of one stream, with its first event.
     """
 
     KIND = "events"
 
-    def __init__(self, folder: str | os.PathLike[str], *, start: Any = (0.0,), threads: int = 1) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, start: Any = None, threads: int = 1) -> None:
         super().__init__(folder, threads)
-        starts = np.asarray(start, dtype=np.float64).copy()
+        starts = np.asarray([0.0] if start is None else start, dtype=np.float64).copy()
         if starts.ndim != 1 or not len(starts) or not np.isfinite(starts).all():
             raise ValueError(f"start must be one finite number for each stream, not {start!r}")
         self._set(self._blank(len(starts)) | {"start": starts, "last_time": starts})
+        self._begun = start is not None
 
     def observe(self, times: Any, marks: Any = None) -> None:
         """Observe events in order: (n,) of one stream, or (batch, n); marks of -1 are unknown."""
@@ -227,8 +222,11 @@ class EventRunner(Exported):
             raise ValueError(f"times {when.shape} and marks {what.shape} must be of one shape, (batch, n)")
         if what.dtype.kind not in "iu" or not ((what >= -1) & (what < self.about["num_marks"])).all():
             raise ValueError(f"marks must be whole numbers from 0 to {self.about['num_marks'] - 1}, or -1")
-        if not np.isfinite(when).all() or (np.diff(when, prepend=self.state["last_time"][:, None]) < 0).any():
+        last = self.state["last_time"][:, None] if self._begun else when[:, :1]
+        if not np.isfinite(when).all() or (np.diff(when, prepend=last) < 0).any():
             raise ValueError("times must be finite, in order, and none before the last event seen")
+        if not self._begun and when.size:
+            self._set(self.state | {"start": when[:, 0].copy(), "last_time": when[:, 0].copy()})
         for i in range(0, when.shape[1], CHUNK):
             here = slice(i, i + CHUNK)
             self._set(self._changed("update", times=when[:, here], marks=what[:, here].astype(np.int64)))
@@ -241,15 +239,22 @@ class EventRunner(Exported):
 
     def mark_probabilities(self, gap: Any) -> Array:
         """Of every mark, (batch, marks), given that the next event comes after `gap`, one a stream."""
-        after = np.broadcast_to(np.asarray(gap, dtype=np.float64), (self.batch,))
-        found = self._run("marks", features=self.predict()["features"], gap=np.ascontiguousarray(after))
+        after = np.asarray(gap, dtype=np.float64) + np.zeros(self.batch)
+        if after.shape != (self.batch,) or not ((after >= 0) & (after < np.inf)).all():
+            raise ValueError(f"gap must be finite and not negative, one or one for each stream, not {gap!r}")
+        found = self._run("marks", features=self.predict()["features"], gap=after)
         return np.asarray(np.exp(found["log_prob"]))
+
+
+def checksum_of(about: dict[str, Any]) -> str:
+    """Of all that model.json says, but for this."""
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 def write(path: Path, arrays: dict[str, Array], words: dict[str, str]) -> None:
     """Write a safetensors file as the library does: with the checksum of all of it, whole or not at all."""
     kinds = {np.dtype(kind): name for name, kind in NUMBERS.items()}
-    header: dict[str, Any] = {"__metadata__": {**words, "checksum": "0" * 64, "version": "1s"}}
+    header: dict[str, Any] = {"__metadata__": {"checksum": BLANK.decode(), **words, "version": "1s"}}
     at, parts = 0, []
     for name, array in sorted(arrays.items()):
         parts.append(np.ascontiguousarray(array).tobytes())
@@ -257,10 +262,8 @@ def write(path: Path, arrays: dict[str, Array], words: dict[str, str]) -> None:
         header[name] = {"dtype": kinds[array.dtype], "shape": list(array.shape), **place}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    content = bytearray(len(text).to_bytes(8, "little") + text + b"".join(parts))
-    found = CHECKSUM.search(content, 8)
-    assert found is not None
-    content[found.start(1) : found.end(1)] = hashlib.sha256(content).hexdigest().encode()
+    content = len(text).to_bytes(8, "little") + text + b"".join(parts)
+    content = content.replace(BLANK, hashlib.sha256(content).hexdigest().encode(), 1)  # the first in it
     partial = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         partial.write_bytes(content)
@@ -271,7 +274,7 @@ def write(path: Path, arrays: dict[str, Array], words: dict[str, str]) -> None:
 
 def read(path: Path, wanted: str) -> tuple[dict[str, Array], dict[str, str]]:
     """The arrays and words of a file; refuses those that are damaged or of another kind."""
-    content = bytearray(path.read_bytes())
+    content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     try:
         header = json.loads(content[8 : 8 + length])
@@ -281,12 +284,9 @@ def read(path: Path, wanted: str) -> tuple[dict[str, Array], dict[str, str]]:
         raise ValueError(f"{path} is no state, or damaged ({error}): save the state again") from error
     if kind != wanted or version not in ("1", "1s"):
         raise ValueError(f"{path} holds {kind!r} of version {version!r}, not {wanted!r} of version 1")
-    if checksum is not None or version == "1s":
-        place = CHECKSUM.search(content, 8, 8 + length)
-        if place is not None:
-            content[place.start(1) : place.end(1)] = b"0" * 64
-        if place is None or hashlib.sha256(content).hexdigest() != checksum:
-            raise ValueError(f"{path} is damaged: its checksum is not that of what it holds; save it again")
+    own = hashlib.sha256(content.replace(str(checksum).encode(), BLANK, 1)).hexdigest()
+    if (checksum is not None or version == "1s") and own != checksum:
+        raise ValueError(f"{path} is damaged: its checksum is not that of what it holds; save it again")
     try:
         data = memoryview(content)[8 + length :]
         state = {

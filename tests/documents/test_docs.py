@@ -7,6 +7,7 @@ import json
 import pkgutil
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -102,6 +103,20 @@ def test_files_and_headings_the_pages_point_to_exist() -> None:
             assert there.exists(), f"{page.name} points to {target}"
             if heading:
                 assert heading in headings(there), f"{page.name} points to #{heading} of {there.name}"
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_warnings_starts_with_the_readme_and_shows_formulas(tmp_path: Path) -> None:
+    for name in ("sphinx", "furo", "myst_parser"):
+        pytest.importorskip(name)
+    built = [sys.executable, "-m", "sphinx", "-W", "-q", "-b", "html", str(ROOT / "docs"), str(tmp_path)]
+    done = subprocess.run(built, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    idea = (tmp_path / "idea.html").read_text()
+    assert idea.count("<math") > 20
+    assert not re.search(r"\$|\\(mathrm|sum|log)", idea)
+    assert "https://cdn" not in idea  # nothing is fetched from elsewhere
+    assert "StreamingRegressor(warmup=1000)" in re.sub("<[^>]+>", "", (tmp_path / "index.html").read_text())
 
 
 OUTSIDE = {"https://docs.ray.io"}  # pages of others; `sphinx-build -b linkcheck` asks for them

@@ -1,5 +1,6 @@
 """Exported graphs say what the library says, without PyTorch; states go both ways."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -150,6 +151,11 @@ def test_every_kind_of_prediction_is_exported(kind: str, tmp_path: Path) -> None
     np.testing.assert_allclose(second.predict(xt)[0], wanted.mean, atol=1e-5)
 
 
+def test_a_model_with_moments_predicts_nothing_at_no_targets(tmp_path: Path) -> None:
+    runner = Runner(export(CMANP(dim_x=2, dim_y=3, moments=4, experts=2, **SIZES).eval(), tmp_path), batch=2)
+    assert [part.shape for part in runner.predict(np.zeros((2, 0, 2)))] == [(2, 0, 3)] * 2
+
+
 def test_many_single_updates_stay_exact(model: CMANP, folder: Path) -> None:
     """A thousand here; `python benchmarks/onnx_cost.py` does 20,000 of the shipped weights."""
     x, y = points(1000)
@@ -223,6 +229,23 @@ def test_damaged_files_and_states_of_others_are_refused(model: CMANP, folder: Pa
         graph.write_bytes(whole)
     with pytest.raises(FileNotFoundError, match="constmem export"):
         Runner(tmp_path)
+    (tmp_path / "model.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"model.json is None of version None, not constmem\.onnx"):
+        Runner(tmp_path)
+    about = json.loads((folder / "model.json").read_text())
+    (tmp_path / "model.json").write_text(json.dumps({**about, "version": 9}))
+    with pytest.raises(ValueError, match=r"of version 9, not constmem\.onnx of version 3"):
+        Runner(tmp_path)
+    for name in about:
+        left = {key: value for key, value in about.items() if key != name}
+        (tmp_path / "model.json").write_text(json.dumps(left))
+        with pytest.raises(
+            ValueError, match=r"model.json is (damaged|None of|constmem.onnx of version None)"
+        ):
+            Runner(tmp_path)
+    (tmp_path / "model.json").write_text(json.dumps(about))
+    with pytest.raises(FileNotFoundError, match=r"observe.onnx"):
+        Runner(tmp_path)
 
 
 def test_models_that_have_no_graphs_are_named(tmp_path: Path) -> None:
@@ -233,8 +256,10 @@ def test_models_that_have_no_graphs_are_named(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_observe_and_query_are_exported_for_any_number_of_tasks_points_and_targets() -> None:
-    model = CMANP(dim_x=2, dim_y=1, dim=16, depth=1, num_slots=4, num_latents=4, num_heads=2, hidden=8).eval()
+@pytest.mark.parametrize("moments", [0, 6])
+def test_observe_and_query_are_exported_for_any_number_of_tasks_points_and_targets(moments: int) -> None:
+    sizes = {"dim": 16, "depth": 1, "num_slots": 4, "num_latents": 4, "num_heads": 2, "hidden": 8}
+    model = CMANP(dim_x=2, dim_y=1, moments=moments, **sizes).eval()  # type: ignore[arg-type]
 
     class Both(nn.Module):
         def __init__(self) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from constmem import CMHP
+from constmem import CMHP, Stream
 from constmem.integrations.onnx import export, export_named
 from constmem.point_processes.states import ConstantState
 
@@ -81,6 +81,30 @@ def test_states_go_both_ways_through_files(model: CMHP, folder: Path, tmp_path: 
     with torch.no_grad():
         other.observe([2e6], [1])
         same(other, model, model.update(state, torch.tensor([2e6]).double(), torch.tensor([1])))
+
+
+def test_observation_begins_with_the_first_event_where_nothing_else_is_said(
+    model: CMHP, folder: Path
+) -> None:
+    stream, runner = Stream(model), EventRunner(folder)
+    for times, marks in (([7.0, 9.0], [0, 2]), ([9.5], [1])):
+        stream.observe(times, marks)
+        runner.observe(times, marks)
+        same(runner, model, stream.state)
+
+
+def test_a_fork_goes_on_by_itself(folder: Path) -> None:
+    runner = EventRunner(folder)
+    runner.observe([7.0], [0])
+    fork = runner.fork()
+    fork.observe([9.0], [1])
+    assert (runner.count.tolist(), fork.count.tolist(), type(fork)) == ([1], [2], EventRunner)
+
+
+@pytest.mark.parametrize("gap", [-1.0, float("nan"), [1.0, 2.0]])
+def test_marks_after_a_gap_that_is_none_are_refused(gap: Any, folder: Path) -> None:
+    with pytest.raises(ValueError, match="gap must be"):
+        EventRunner(folder).mark_probabilities(gap)
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,8 @@ def test_rows_that_come_one_by_one_or_many_at_once_are_learned_alike(exported: t
     x, y = table(sum(STEPS), 1)
     y = target(y)
     same(runner, estimator)
+    fork, few = runner.fork(), target(table(3, 4)[1])
+    fork.partial_fit(table(3, 4)[0], few)  # goes on by itself
     for rows in STEPS:
         for learner in (runner, estimator):
             learner.partial_fit(cut(x, start, start + rows), y[start : start + rows])
@@ -100,6 +102,7 @@ def test_rows_that_come_one_by_one_or_many_at_once_are_learned_alike(exported: t
             same(runner, estimator)
     assert runner.nbytes == size
     assert runner.seen == estimator.learner_.seen
+    assert fork.seen == 503
 
 
 def test_parts_are_merged_and_files_go_both_ways(exported: tuple[str, Path], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from constmem import CMANP
+from constmem.core.files import advice_on
 from constmem.neural_processes.points import Scales
 from constmem.serve.page import WEB, hosted, write_model, write_page
 
@@ -191,6 +192,37 @@ def test_pixels_are_revealed_drawn_replaced_merged_and_rewound(site: tuple[Path,
         before = answer(model, model.condition(x[:, :7], y[:, :7]), xt)[0]
     same(mean, before)
     assert page.inner_text('#panel-digit [data-id="count"]') == "7 of 42"
+    places = ((27 * (x[0, :7] + 1) / 2).round() @ torch.tensor([[28.0], [1.0]]))[:, 0].long()
+    off = (torch.tensor(mean)[places] - y[0, :7, 0]).abs().mean()
+    assert page.inner_text('#panel-digit [data-id="off"]') == f"{off:.3f}"
+
+
+def test_a_pixel_of_both_drawings_is_replaced_as_one(shown: Shown) -> None:
+    page = shown()
+    box = page.locator('[data-id="seen"]').bounding_box()
+    for drawing in "AB":
+        page.check(f'input[name="drawing"][value="{drawing}"]')
+        page.mouse.click(box["x"] + 100, box["y"] + 100)
+    page.click('[data-id="merge"]')
+    assert len(page.evaluate(DIGIT)[0]) == 2
+    page.check('input[value="ink"]')
+    page.mouse.click(box["x"] + 100, box["y"] + 100)
+    assert [at[2] for at in page.evaluate(DIGIT)[0]] == [0.5]
+
+
+def test_a_fast_stroke_has_no_gaps(shown: Shown) -> None:
+    page = shown()
+    page.check('input[value="ink"]')
+    box = page.locator('[data-id="seen"]').bounding_box()
+    middle = box["x"] + box["width"] / 2
+    page.mouse.move(middle, box["y"] + 5)
+    page.mouse.down()
+    page.mouse.move(middle, box["y"] + box["height"] - 5)  # in one step
+    page.mouse.up()
+    page.mouse.click(box["x"] + 5, box["y"] + 5)  # another stroke: nothing lies between
+    points, *_ = page.evaluate(DIGIT)
+    assert len(points) == 29
+    assert sorted(at[0] for at in points[:28]) == pytest.approx([2 * row / 27 - 1 for row in range(28)])
 
 
 def test_no_click_is_lost_however_fast_they_come(shown: Shown) -> None:
@@ -239,6 +271,19 @@ def test_a_curve_gains_loses_and_forgets_points(site: tuple[Path, str], shown: S
     assert page.inner_text('#panel-curve [data-id="count"]') == "1,000"
 
 
+def test_a_click_removes_no_point_that_has_faded_away(shown: Shown) -> None:
+    page = shown(tab="curve")
+    page.fill('[data-id="fade"]', "30")
+    box = page.locator('[data-id="plot"]').bounding_box()
+    for across in range(12):
+        page.mouse.click(box["x"] + 20 + 50 * across, box["y"] + 20)
+    assert len(page.evaluate(CURVE)[0]) == 16
+    page.mouse.click(box["x"] + 20, box["y"] + 20)  # where the first of them was
+    assert len(page.evaluate(CURVE)[0]) == 17
+    page.mouse.click(box["x"] + 20, box["y"] + 20)  # which is the new one
+    assert len(page.evaluate(CURVE)[0]) == 16
+
+
 def test_keys_alone_are_enough(shown: Shown) -> None:
     page = shown()
     page.focus('[data-id="seen"]')
@@ -246,11 +291,19 @@ def test_keys_alone_are_enough(shown: Shown) -> None:
         page.keyboard.press(key)
     points, *_ = page.evaluate(DIGIT)
     assert [at[:2] for at in points] == [[pytest.approx(-1 / 27), pytest.approx(-1 / 27)]]
-    assert page.inner_text("#status") == "Row 14, column 14 shown. 1 pixels seen."
+    assert page.inner_text("#status") == "Row 14, column 14 shown. 1 pixel seen."
+    page.keyboard.press("ArrowDown")
+    _, mean, std = page.evaluate(DIGIT)
+    said = f"Row 15, column 14: {mean[14 * 28 + 13] + 0.5:.2f} predicted, unsure by {std[14 * 28 + 13]:.2f}"
+    assert page.inner_text("#status") == said
     page.focus("#tab-digit")
     page.keyboard.press("ArrowRight")
     page.wait_for_selector(READY.format("curve"))
     page.focus('[data-id="plot"]')
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowLeft")
+    level = page.evaluate(CURVE)[1][60]
+    assert page.inner_text("#status").startswith(f"x 0.00, y 0.00: {level:.2f} predicted, unsure by 0.")
     page.keyboard.press("Enter")
     assert len(page.evaluate(CURVE)[0]) == 5
     page.keyboard.press("Enter")
@@ -297,6 +350,9 @@ def another_version(content: bytearray) -> bytearray:
         ),
         ("config.json", lambda content: content.replace(b'"std"', b'"stt"'), "does not know: stt"),
         ("config.json", lambda _: b"{", "config.json is damaged: it is no JSON"),
+        ("../../kernels.wasm", lambda content: content[:9000], "kernels.wasm is damaged"),
+        ("../../kernels.wasm", lambda _: None, "kernels.wasm could not be fetched (404)"),
+        ("../../layers.js", lambda _: None, "part of the page could not be fetched"),
     ],
 )
 def test_weights_that_are_no_good_are_named_in_plain_words(
@@ -315,10 +371,51 @@ def test_weights_that_are_no_good_are_named_in_plain_words(
         path.write_bytes(content)
 
 
+def test_a_tab_that_failed_is_tried_again_and_the_other_keeps_its_drawing(
+    site: tuple[Path, str], shown: Shown
+) -> None:
+    path = site[0] / "models" / "gp" / WEIGHTS
+    content = path.read_bytes()
+    page = shown()
+    page.click('[data-id="more"]')
+    try:
+        path.unlink()
+        page.click("#tab-curve")
+        page.wait_for_selector("#alert:not([hidden])")
+    finally:
+        path.write_bytes(content)
+    page.click("#tab-digit")
+    assert page.is_hidden("#alert")
+    assert len(page.evaluate(DIGIT)[0]) == 20
+    page.click("#tab-curve")
+    page.wait_for_selector(READY.format("curve"))
+    assert page.is_hidden("#alert")
+
+
 def test_a_browser_without_simd_is_told_so(shown: Shown) -> None:
     page = shown(tab=None, script="WebAssembly.validate = () => false")
     page.wait_for_selector("#alert:not([hidden])")
     assert "no WebAssembly SIMD" in page.inner_text("#alert")
+
+
+def test_a_browser_that_cannot_unpack_is_not_told_of_damage(shown: Shown) -> None:
+    page = shown(tab=None, script="delete window.DecompressionStream")
+    page.wait_for_selector("#alert:not([hidden])")
+    assert "no DecompressionStream" in page.inner_text("#alert")
+
+
+def test_a_page_opened_as_a_file_says_that_it_needs_a_server(site: tuple[Path, str], browser: Any) -> None:
+    with closing(browser.new_page()) as page:
+        page.goto((site[0] / "index.html").as_uri())
+        page.wait_for_selector("#alert:not([hidden])")
+        assert "constmem page" in page.inner_text("#alert")
+        assert page.inner_text("#status") == ""
+
+
+def test_a_port_that_is_taken_is_answered_with_advice(tmp_path: Path) -> None:
+    with hosted(tmp_path) as first, pytest.raises(OSError, match="in use") as caught:
+        hosted(tmp_path, first.server_port).__enter__()
+    assert "take another --port" in advice_on(caught.value)
 
 
 def test_tabs_of_others_are_refused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ function fail(error) {
 }
 
 async function open(name) {
+  alert.hidden = true;
   for (const button of document.querySelectorAll('[role="tab"]')) {
     const mine = button.id === `tab-${name}`;
     button.setAttribute("aria-selected", mine);
@@ -34,7 +35,10 @@ async function start(name) {
   const panel = document.getElementById(`panel-${name}`), { view, weights } = TABS[name];
   try {
     say("Fetching the weights …");
-    kernels ??= Kernels.load("kernels.wasm");
+    kernels ??= Kernels.load("kernels.wasm").catch((error) => {
+      kernels = null;
+      throw error;
+    });
     const made = new view(panel, new CMANP(await fetchWeights(weights, await kernels)), say);
     panel.removeAttribute("inert");
     panel.dataset.ready = "true";
@@ -43,6 +47,7 @@ async function start(name) {
     return made;
   } catch (error) {
     fail(error);
+    opened[name] = null;  // opened again, it is tried again
     return null;
   }
 }

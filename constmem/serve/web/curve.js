@@ -3,6 +3,7 @@
 import { Stream, kilobytes, milliseconds, oncePerFrame } from "./stream.js";
 
 const X = [-2, 2], Y = [-2, 2], GRID = 121, NEAR = 14;  // pixels within which a click means a point
+const GONE = 0.05;  // of its weight: a click means no point that has faded so far
 const TARGETS = [...Array(GRID).keys()].map((i) => [X[0] + ((X[1] - X[0]) * i) / (GRID - 1)]);
 const MOVES = { ArrowUp: [0, 1], ArrowDown: [0, -1], ArrowLeft: [-1, 0], ArrowRight: [1, 0] };
 
@@ -34,7 +35,7 @@ export class CurveTab {
     plot.addEventListener("focus", () => this.draw());
     plot.addEventListener("blur", () => this.draw());
     this.find("fade").addEventListener("input", () => {
-      this.find("fading").textContent = `${this.find("fade").value} %`;
+      this.find("fading").textContent = `${this.find("fade").value}\u00a0%`;
     });
     this.find("thousand").addEventListener("click", () => this.pour(1000));
     this.find("clear").addEventListener("click", () => {
@@ -49,7 +50,9 @@ export class CurveTab {
     if (event.key in MOVES) {
       const [right, up] = MOVES[event.key];
       this.cursor = [clamp(this.cursor[0] + 0.05 * right, X), clamp(this.cursor[1] + 0.05 * up, Y)];
-      this.say(`x ${this.cursor[0].toFixed(2)}, y ${this.cursor[1].toFixed(2)}`);
+      const { mean, std } = this.prediction, [x, y] = this.cursor.map((v) => clear(v.toFixed(2)));
+      const i = Math.round(((this.cursor[0] - X[0]) / (X[1] - X[0])) * (GRID - 1));
+      this.say(`x ${x}, y ${y}: ${clear(mean[i].toFixed(2))} predicted, unsure by ${std[i].toFixed(2)}`);
       this.draw();
     } else if (event.key === "Enter" || event.key === " ") {
       this.toggle(this.cursor, this.find("plot").getBoundingClientRect());
@@ -63,7 +66,7 @@ export class CurveTab {
   toggle(at, box) {
     const place = [clamp(at[0], X), clamp(at[1], Y)];
     const far = ([x, y]) => Math.hypot(((x - place[0]) / 4) * box.width, ((y - place[1]) / 4) * box.height);
-    const distances = this.stream.points.map((point) => far(point.at));
+    const distances = this.stream.points.map((point) => (this.stream.weight(point) < GONE ? Infinity : far(point.at)));
     const nearest = distances.indexOf(Math.min(...distances));
     if (nearest >= 0 && distances[nearest] < NEAR) {
       const how = this.stream.removeAt(nearest);
@@ -83,6 +86,7 @@ export class CurveTab {
     const f = (x) => waves.reduce((sum, { a, b, c }) => sum + 0.8 * a * Math.sin(b * x + c), 0);
     const mine = (this.pouring = {});
     this.stream.clear();
+    this.say(`${count.toLocaleString("en")} points of another curve come.`);
     let left = count;
     const step = () => {
       if (this.pouring !== mine) return;
@@ -102,10 +106,11 @@ export class CurveTab {
     const time = performance.now() - start, canvas = this.find("plot"), { width, height } = canvas;
     const pen = canvas.getContext("2d"), px = (x) => ((x - X[0]) / (X[1] - X[0])) * width;
     const py = (y) => ((Y[1] - y) / (Y[1] - Y[0])) * height;
+    const unit = width / (canvas.clientWidth || width);  // of the picture's pixels in one of the screen's
     pen.fillStyle = "#fff";
     pen.fillRect(0, 0, width, height);
     pen.strokeStyle = "#e3e7ee";
-    pen.lineWidth = 1;
+    pen.lineWidth = unit;
     for (let x = X[0]; x <= X[1]; x += 0.5) line(pen, [[px(x), 0], [px(x), height]]);
     for (let y = Y[0]; y <= Y[1]; y += 1) line(pen, [[0, py(y)], [width, py(y)]]);
     const edge = (factor) => TARGETS.map(([x], i) => [px(x), py(mean[i] + factor * std[i])]);
@@ -118,16 +123,21 @@ export class CurveTab {
     for (const point of stream.points) {
       pen.fillStyle = `rgba(20, 20, 20, ${Math.max(stream.weight(point), 0.04)})`;
       pen.beginPath();
-      pen.arc(px(point.at[0]), py(point.at[1]), stream.points.length > 200 ? 2.5 : 6, 0, 7);
+      pen.arc(px(point.at[0]), py(point.at[1]), (stream.points.length > 200 ? 2 : 5) * unit, 0, 7);
       pen.fill();
     }
-    Object.assign(pen, { strokeStyle: "#1f4fa3", lineWidth: 3 });
+    Object.assign(pen, { strokeStyle: "#1f4fa3", lineWidth: 2 * unit });
     line(pen, edge(0));
+    Object.assign(pen, { fillStyle: "#55617a", font: `${13 * unit}px system-ui, sans-serif` });
+    for (const [at, text] of [[-1, "−1"], [0, "0"], [1, "1"]]) {
+      pen.fillText(text, px(at) + 4 * unit, height - 6 * unit);
+      pen.fillText(text, 6 * unit, py(at) - 4 * unit);
+    }
     if (document.activeElement === canvas && canvas.matches(":focus-visible")) {
-      Object.assign(pen, { strokeStyle: "#d0021b", lineWidth: 2 });
+      Object.assign(pen, { strokeStyle: "#d0021b", lineWidth: 2 * unit });
       const [x, y] = [px(this.cursor[0]), py(this.cursor[1])];
-      line(pen, [[x - 12, y], [x + 12, y]]);
-      line(pen, [[x, y - 12], [x, y + 12]]);
+      line(pen, [[x - 12 * unit, y], [x + 12 * unit, y]]);
+      line(pen, [[x, y - 12 * unit], [x, y + 12 * unit]]);
     }
     this.find("count").textContent = stream.points.length.toLocaleString("en");
     this.find("memory").textContent = kilobytes(stream.model.bytes);
@@ -143,5 +153,6 @@ function line(pen, corners) {
   pen.stroke();
 }
 
+const clear = (text) => (Number(text) === 0 ? text.replace("-", "") : text);  // no -0.00
 const clamp = (v, [low, high]) => Math.min(Math.max(v, low), high);
 const gaussian = () => Math.sqrt(-2 * Math.log(1 - Math.random())) * Math.cos(2 * Math.PI * Math.random());

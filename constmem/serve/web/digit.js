@@ -1,6 +1,6 @@
 // The first tab: pixels of a digit are shown one by one, and the rest is predicted.
 
-import { Stream, kilobytes, milliseconds, oncePerFrame } from "./stream.js";
+import { Stream, counted, kilobytes, milliseconds, oncePerFrame } from "./stream.js";
 
 const SIZE = 28, CELL = 10;
 const UNSEEN = [207, 223, 242];
@@ -62,14 +62,23 @@ export class DigitTab {
 
   #listen() {
     const seen = this.find("seen");
+    let last = null;  // where the stroke is: all pixels on the way to its next place belong to it
     const put = (event) => {
       const box = seen.getBoundingClientRect();
       const column = Math.floor(((event.clientX - box.left) / box.width) * SIZE);
       const row = Math.floor(((event.clientY - box.top) / box.height) * SIZE);
-      if (row >= 0 && row < SIZE && column >= 0 && column < SIZE) this.apply(row * SIZE + column);
+      const [fromRow, fromColumn] = last ?? [row, column];
+      const steps = Math.max(Math.abs(row - fromRow), Math.abs(column - fromColumn), 1);
+      for (let i = last ? 1 : steps; i <= steps; i++) {
+        const down = Math.round(fromRow + ((row - fromRow) * i) / steps);
+        const right = Math.round(fromColumn + ((column - fromColumn) * i) / steps);
+        if (down >= 0 && down < SIZE && right >= 0 && right < SIZE) this.apply(down * SIZE + right);
+      }
+      last = [row, column];
     };
     seen.addEventListener("pointerdown", (event) => {
       seen.setPointerCapture(event.pointerId);
+      last = null;
       put(event);
     });
     seen.addEventListener("pointermove", (event) => {
@@ -104,11 +113,13 @@ export class DigitTab {
     if (event.key in moves) {
       const [down, right] = moves[event.key];
       this.cursor = ((row + down + SIZE) % SIZE) * SIZE + ((column + right + SIZE) % SIZE);
-      this.say(`Row ${Math.floor(this.cursor / SIZE) + 1}, column ${(this.cursor % SIZE) + 1}`);
+      const { mean, std } = this.prediction, level = (mean[this.cursor] + 0.5).toFixed(2);
+      const place = `Row ${Math.floor(this.cursor / SIZE) + 1}, column ${(this.cursor % SIZE) + 1}`;
+      this.say(`${place}: ${level} predicted, unsure by ${std[this.cursor].toFixed(2)}`);
       this.draw();
     } else if (event.key === "Enter" || event.key === " ") {
       this.apply(this.cursor);
-      this.say(`Row ${row + 1}, column ${column + 1} shown. ${this.stream.points.length} pixels seen.`);
+      this.say(`Row ${row + 1}, column ${column + 1} shown. ${counted(this.stream.points.length, "pixel")} seen.`);
     } else {
       return;
     }
@@ -125,11 +136,9 @@ export class DigitTab {
   }
 
   #add(index, level) {
-    const stream = this.stream, known = stream.points.findIndex((point) => point.index === index);
-    if (known >= 0) {
-      if (stream.points[known].at[2] === level - 0.5) return;
-      stream.removeAt(known);
-    }
+    const stream = this.stream, known = (point) => point.index === index, before = stream.points.filter(known);
+    if (before.length === 1 && before[0].at[2] === level - 0.5) return;
+    for (const _ of before) stream.removeAt(stream.points.findIndex(known));
     stream.add([...TARGETS[index], level - 0.5]);
     stream.points.at(-1).index = index;
   }
@@ -164,7 +173,7 @@ export class DigitTab {
     this.current = "A";
     B.clear();
     this.#changed();
-    this.say(`Merged: drawing A holds ${A.points.length} pixels now, drawing B none.`);
+    this.say(`Merged: drawing A holds ${counted(A.points.length, "pixel")} now, drawing B none.`);
   }
 
   #changed() {
@@ -189,6 +198,8 @@ export class DigitTab {
     this.find("update").textContent = milliseconds(stream.updateTime);
     this.find("complete").textContent = milliseconds(time);
     this.find("spread").textContent = average.toFixed(3);
+    const off = [...levels].map(([i, level]) => Math.abs(mean[i] + 0.5 - level));
+    this.find("off").textContent = off.length ? (off.reduce((a, b) => a + b) / off.length).toFixed(3) : "–";
     this.prediction = { mean, std };
   }
 

@@ -1,19 +1,15 @@
 // The compiled kernels, and the memory they work on: weights stay, working space is used again.
 
-const NEEDS_SIMD =
-  "This browser cannot run the page: it has no WebAssembly SIMD. Chrome and Edge since 91, Firefox since 89 " +
-  "and Safari since 16.4 have it.";
+import { fetched, lacking } from "./weights.js";
+
+// The smallest module with an instruction of SIMD: whoever refuses it has none
+const SIMD = [0, 97, 115, 109, 1, 0, 0, 0, 1, 5, 1, 96, 0, 1, 123, 3, 2, 1, 0, 10, 10, 1, 8, 0, 65, 0, 253, 15, 253, 98, 11];
 
 export class Kernels {
   static async load(url) {
-    if (typeof WebAssembly === "undefined") throw new Error(NEEDS_SIMD);
-    const response = await fetch(url);
-    if (!response.ok) throw new Error(`The kernels could not be fetched (${response.status}). Load the page again.`);
-    return Kernels.of(await response.arrayBuffer());
-  }
-
-  static async of(bytes) {
-    if (!WebAssembly.validate(bytes)) throw new Error(NEEDS_SIMD);
+    if (!globalThis.WebAssembly?.validate(new Uint8Array(SIMD))) throw lacking("WebAssembly SIMD");
+    const bytes = await fetched(url);
+    if (!WebAssembly.validate(bytes)) throw new Error(`${url} is damaged. Write the page again with \`constmem page\`.`);
     const math = { exp: Math.exp, log: Math.log, log1p: Math.log1p };
     const { instance } = await WebAssembly.instantiate(bytes, { math });
     return new Kernels(instance.exports);

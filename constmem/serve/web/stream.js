@@ -86,5 +86,6 @@ export function oncePerFrame(draw) {
   };
 }
 
+export const counted = (n, what) => `${n.toLocaleString("en")} ${what}${n === 1 ? "" : "s"}`;
 export const kilobytes = (bytes) => `${Math.round(bytes / 1000).toLocaleString("en")} kB`;
 export const milliseconds = (time) => (time === null ? "–" : `${time < 10 ? time.toFixed(2) : Math.round(time)} ms`);

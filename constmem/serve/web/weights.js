@@ -19,14 +19,17 @@ export async function fetchWeights(folder, kernels) {
   return new Weights(settings, new Uint8Array(content), kernels, folder);
 }
 
-async function fetched(url) {
+export const lacking = (what) => new Error(
+  `This browser cannot run the page: it has no ${what}. Chrome and Edge since 91, Firefox since 113 and Safari since 16.4 have it.`);
+
+export async function fetched(url) {
   let response;
   try {
     response = await fetch(url);
   } catch {
-    throw new Error(`${url} could not be fetched: the server cannot be reached. Load the page again later.`);
+    throw new Error(`${url} could not be fetched: the server cannot be reached. Open this tab again later.`);
   }
-  if (!response.ok) throw new Error(`${url} could not be fetched (${response.status}). Are the weights beside the page?`);
+  if (!response.ok) throw new Error(`${url} could not be fetched (${response.status}). Are all files of the page on the server?`);
   return response.arrayBuffer();
 }
 
@@ -34,6 +37,7 @@ async function fetched(url) {
 async function unpacked(content, folder) {
   const [first, second] = new Uint8Array(content);
   if (first !== 0x1f || second !== 0x8b) return content;
+  if (!globalThis.DecompressionStream) throw lacking("DecompressionStream");
   try {
     return await new Response(new Blob([content]).stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
   } catch {
