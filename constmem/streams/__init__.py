@@ -1,5 +1,6 @@
 """Streams of points and events, one or many; rows of many keys as padded batches of one key a line."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -11,12 +12,22 @@ from torch import Tensor
 
 from constmem import kernels
 from constmem.core import checks
+from constmem.core.files import CONFIG, home_of, read_config
+from constmem.core.registry import EVENTS
 from constmem.neural_processes import CMANP, NeuralProcess
 from constmem.point_processes import PointProcess
 
 SMALL = 2**16  # bytes of a state of which a batch is updated at once, even where only one of them is wanted
 
 AnyModel = NeuralProcess[Any, Any] | PointProcess[Any]
+
+
+def load_model(folder: str | os.PathLike[str]) -> AnyModel:
+    """The model in a folder, of points or of events, or one that comes with the package."""
+    about = read_config(home_of(folder) / CONFIG)
+    family: Any = PointProcess if about["model"] in EVENTS else NeuralProcess
+    found: AnyModel = family.from_pretrained(folder)
+    return found
 
 
 class Table(ABC):
