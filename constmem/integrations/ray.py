@@ -10,7 +10,7 @@ import torch
 
 from constmem.core.monoid import merged
 from constmem.neural_processes import NeuralProcess
-from constmem.streams import require_one_size
+from constmem.streams import one_size
 from constmem.streams.journal import Layout
 from constmem.streams.pool import StreamPool
 
@@ -234,7 +234,7 @@ def _mapped(
 
 
 def _require(model: NeuralProcess[Any, Any], x: Sequence[str], y: Sequence[str]) -> None:
-    require_one_size(model, model.empty(1))
+    one_size(model)
     for what, given, dim in (("x", x, model.dim_x), ("y", y, model.dim_y)):
         if isinstance(given, str) or len(given) != dim:
             raise ValueError(f"{what}={given!r}: a list of {dim} column(s) is needed")
