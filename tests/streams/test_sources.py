@@ -146,6 +146,14 @@ def test_the_command_takes_lines_of_a_pipe(tmp_path: Path) -> None:
         require_same(store, alone(MODEL, names, x, y))
 
 
+def test_a_value_of_lists_in_lists_is_shown_in_short() -> None:
+    deep: Any = []
+    for _ in range(sys.getrecursionlimit() + 100):
+        deep = [deep]
+    with pytest.raises(ValueError, match=r"^x holds \[+\.\.\.\]+, which is no number$"):
+        sources.numbers("x", deep, 1)
+
+
 def test_a_source_of_another_kind_is_named_as_such(tmp_path: Path) -> None:
     with Store(tmp_path / "s", MODEL) as store:
         store.observe(["a"], [0.0], [0.0], source="lines", position="1526919030474-55")
