@@ -204,6 +204,8 @@ def blaming(what: str, names: Any, work: Callable[[NDArray[np.int64]], Any]) -> 
     try:
         return work(some)
     except ValueError:
+        if len(some) == 1:
+            raise
         while len(some) > 1:
             half = some[: len(some) // 2]
             try:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from constmem.core.checks import extra
 from constmem.point_processes import PointProcess
-from constmem.streams import AnyModel
+from constmem.streams import AnyModel, blaming
 from constmem.streams.store import Store
 
 LONGEST = 2**20  # bytes of a line
@@ -44,8 +44,7 @@ class Rows:
         if not isinstance(given, dict):
             raise ValueError(f"a row is an object such as {self.example}, not {_shown(given)}")
         if unknown := given.keys() - set(self.names):
-            word = _shown(sorted(map(str, unknown))[0])
-            raise ValueError(f"a row has no {word}: it is such as {self.example}")
+            raise ValueError(f"a row has no {_shown(min(map(str, unknown)))}: it is such as {self.example}")
         key = given.get("key")
         if not isinstance(key, str | int) or isinstance(key, bool):
             raise ValueError(f"the key of a row is a text or a whole number, not {_shown(key)}")
@@ -57,8 +56,8 @@ class Rows:
             return numbers("x", given.get("x"), self.widths[0]), numbers("y", given.get("y"), self.widths[1])
         mark = given.get("mark", -1)
         if not isinstance(mark, int) or isinstance(mark, bool) or not -1 <= mark < self.marks:
-            known = f"below {self.marks}, or -1 if unknown"
-            raise ValueError(f"a mark is a whole number {known}, not {_shown(mark)}")
+            below = f"below {self.marks}, or -1 if unknown"
+            raise ValueError(f"a mark is a whole number {below}, not {_shown(mark)}")
         return numbers("time", given.get("time"), 1)[0], mark
 
     def columns(self, x: list[Any], y: list[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -68,7 +67,8 @@ class Rows:
         whole = not self.events or (set(map(type, y)) == {int} and min(y) >= -1 and max(y) < self.marks)
         if whole and inputs is not None and outputs is not None:
             return (inputs[:, 0], np.array(y)) if self.events else (inputs, outputs)
-        rows = [self.values({first: a, second: b}) for a, b in zip(x, y, strict=True)]  # names what is wrong
+        given = [{first: a, second: b} for a, b in zip(x, y, strict=True)]
+        rows = blaming("row", range(len(x)), lambda some: [self.values(given[i]) for i in some])
         return np.array([a for a, _ in rows]), np.array([b for _, b in rows])
 
     @property
@@ -113,7 +113,7 @@ def column(given: list[Any], width: int) -> NDArray[np.float64] | None:
 
 
 def _shown(value: Any) -> str:
-    text = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)  # lists in lists are deep
+    text = (reprlib.repr if isinstance(value, list | dict) else repr)(value)  # lists in lists may be deep
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
@@ -188,7 +188,7 @@ def consume_lines(consumer: Consumer, handle: int, *, batch: int = 512, stop: St
 
     The position is the number of lines, and a digest of them: after a stop, give the same lines again.
     """
-    before, _, expected = _left(consumer, "0 ", r"\d+ [0-9a-f]*").partition(" ")
+    before, expected = _left(consumer, "0 ", r"\d+ [0-9a-f]*").split(" ")
     skipped, digest, number = int(before), hashlib.sha256(), 0
     if skipped:
         consumer.report(f"{skipped:,} lines were taken before")
@@ -216,7 +216,7 @@ def _left(consumer: Consumer, beginning: str, form: str) -> str:
     found = str(consumer.store.position(consumer.source) or beginning)
     if not re.fullmatch(form, found):
         raise ValueError(
-            f"the store knows {consumer.source!r} as something else, left at {found!r}: give another --source"
+            f"{consumer.source!r} is something else here, left at {found!r}: give another --source"
         )
     return found
 

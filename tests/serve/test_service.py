@@ -252,6 +252,18 @@ def test_bad_requests_get_a_clear_answer_and_change_nothing(
     assert len(ask("keys")[1]["keys"]) == number
 
 
+def test_rows_that_are_refused_in_bulk_are_named(ask: Client) -> None:
+    keys = [f"bulk {i}" for i in range(9)]
+    for y, message in (
+        ([0.0] * 6 + ["1"] + [0.0] * 2, "row 6: y holds"),
+        ([0.0] * 4 + [1e30] * 5, "row 4: y["),
+    ):
+        status, found = ask("bulk/observe", keys=keys, x=[0.0] * 9, y=y)
+        assert status == 422
+        assert found["error"]["message"].startswith(message)
+    assert ask("observe", key="one", x=0.0, y="1")[1]["error"]["message"].startswith("y holds")
+
+
 def test_odd_keys_are_keys(ask: Client) -> None:
     for key in ("a/b", "a\0b", "../x", "?&#%00", "é\n", "🎈", "k" * 1024):
         assert ask("observe", key=key, x=1.0, y=1.0) == (200, {"taken": 1})
