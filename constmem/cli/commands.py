@@ -168,14 +168,14 @@ def consume(
         raise ValueError("--redis and --stream go together: give both, or neither for standard input")
     import torch
 
-    from constmem.streams import sources
+    from constmem.streams import load_model, sources
     from constmem.streams.store import Store
 
     torch.set_num_threads(1)
     stopped: list[Any] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.append(1))
-    loaded = sources.load_model(model)
+    loaded = load_model(model)
     with Store(store, loaded, memory=memory << 20, single=single, power=power) as kept:
         name = source or ("lines" if stream is None else f"redis:{stream}")
         consumer = sources.Consumer(kept, name, skip=skip, report=lambda text: print(text, file=sys.stderr))
@@ -218,7 +218,7 @@ def serve(
     from constmem.core.checks import extra
     from constmem.serve import Limits, Tokens
     from constmem.serve.page import write_page
-    from constmem.streams.sources import load_model
+    from constmem.streams import load_model
     from constmem.streams.store import Store
 
     with extra("serve", "serving needs more packages"):

@@ -21,7 +21,7 @@ from constmem.integrations import onnx_verbs as verbs
 from constmem.neural_processes import CMANP
 from constmem.neural_processes.regression import Posterior
 from constmem.point_processes import CMHP
-from constmem.streams.sources import load_model
+from constmem.streams import load_model
 from constmem.tabular.base import StreamingEstimator
 from constmem.tabular.commands import load_estimator
 from constmem.tabular.forgetting import TRUST, Forgetting

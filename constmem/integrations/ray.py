@@ -10,7 +10,7 @@ import torch
 
 from constmem.core.monoid import merged
 from constmem.neural_processes import NeuralProcess
-from constmem.streams import require_one_size
+from constmem.streams import one_size
 from constmem.streams.journal import Layout
 from constmem.streams.pool import StreamPool
 
@@ -119,7 +119,12 @@ def fit_dataset(
     estimators, which are merged. The result is that of one pass, but for rounding.
     """
     one: Any = estimator
-    first = dataset.limit(warmup).to_pandas()
+    options = dataset.context.execution_options
+    kept, options.preserve_order = options.preserve_order, True  # else chance says which rows are the first
+    try:
+        first = dataset.limit(warmup).to_pandas()
+    finally:
+        options.preserve_order = kept
     if not len(first):
         raise ValueError("the dataset has no rows: there is nothing to fit")
     _column(target, first.columns)
@@ -219,7 +224,7 @@ def _mapped(
     of_frames = "pandas" if isinstance(work, _Fitted) else "numpy"
     from ray.data import TaskPoolStrategy  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-    blocks = dataset.select_columns(columns)
+    blocks = dataset.select_columns(list(dict.fromkeys(columns)))  # a key may be an input, too
     if batch_size is not None:  # the largest block would keep one worker busy, and the rest idle
         blocks = blocks.repartition(target_num_rows_per_block=batch_size)
     made = blocks.map_batches(
@@ -234,7 +239,7 @@ def _mapped(
 
 
 def _require(model: NeuralProcess[Any, Any], x: Sequence[str], y: Sequence[str]) -> None:
-    require_one_size(model, model.empty(1))
+    one_size(model)
     for what, given, dim in (("x", x, model.dim_x), ("y", y, model.dim_y)):
         if isinstance(given, str) or len(given) != dim:
             raise ValueError(f"{what}={given!r}: a list of {dim} column(s) is needed")

@@ -29,7 +29,7 @@ class Limits:
     body: int = 2**20  # bytes
     rows: int = 10_000  # of a request: rows, targets or keys
     waiting: int = 1024  # requests that wait for an answer
-    streams: int = 10_000_000  # in the store
+    streams: int = 10_000_000  # in the store; and as many sources
     seconds: float = 30.0  # for a body to arrive, and for an answer
 
 
@@ -69,12 +69,15 @@ class Tokens:
             raise ValueError(f"everybody may read the tokens in {path}: chmod o-r {path}")
         try:
             entries = json.loads(Path(path).read_text(encoding="utf-8"))
-            known = dict(_entry(entry) for entry in entries)
+            found = [_entry(entry) for entry in entries]
+            known = dict(found)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{path} is no list of tokens ({error}): write "
                 '[{"token": "...", "prefix": "", "scopes": ["read", "write"]}]'
             ) from error
+        if len(known) < len(found):
+            raise ValueError(f"a token stands in {path} twice: give each prefix a token of its own")
         if not known:
             raise ValueError(f"there is no token in {path}: nobody could use the service")
         return Tokens(known)

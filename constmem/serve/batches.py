@@ -168,6 +168,9 @@ class Batches:
             answers.append({"taken": len(each.keys)})
         if keys:
             self._require_room(keys)
+            sources, most = self.store.sources(list(positions)), self.limits.streams
+            if positions and sources > most:
+                raise Failure(507, "full", f"there would be {sources:,} sources, and {most:,} are allowed")
             self.store.observe_all(keys, np.concatenate(x), np.concatenate(y), positions)
             self.rows += len(keys)
         return answers

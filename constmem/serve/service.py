@@ -7,35 +7,35 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from http import HTTPStatus
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import orjson
+import uvicorn
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from constmem import __version__
 from constmem.serve import Failure, Limits, Tokens
 from constmem.serve.batches import Batches
-from constmem.serve.verbs import Verbs
+from constmem.serve.verbs import JSON, Verbs
 from constmem.streams.store import Store
 
 log = logging.getLogger("constmem.serve")
 BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)  # seconds, of the histogram in /metrics
-JSON = "application/json"
+HEAD = 2**18  # bytes of a request before its body
 Answer = tuple[int, bytes, list[tuple[bytes, bytes]]]  # status, content, headers
-TEXT = {"type": "string"}
-ERROR = {
-    "type": "object",
-    "properties": {"error": {"type": "object", "properties": {"kind": TEXT, "message": TEXT}}},
-}
 
 
 class Service:
-    """The routes of one store, each a JSON object in and out; see `openapi` for what they take.
+    """The routes of one store, each a JSON object in and out; see `Verbs.openapi` for what they take.
 
     Args:
         page: a folder whose files are handed out at `/` to anybody, such as `write_page` writes.
@@ -69,7 +69,8 @@ class Service:
         app = FastAPI(title="constmem", version=__version__, lifespan=life)
         app.add_route("/health", self._health, methods=["GET"], include_in_schema=False)
         app.add_route("/metrics", self._metrics, methods=["GET"], include_in_schema=False)
-        schema = self.openapi()
+        app.add_exception_handler(HTTPException, _refused)
+        schema = self.verbs.openapi()
         app.openapi = lambda: schema  # type: ignore[method-assign]
         if page is not None:
             app.mount("/", StaticFiles(directory=page, html=True))
@@ -78,12 +79,16 @@ class Service:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application, for any ASGI server: verbs are answered here, in a third of FastAPI's time."""
         verb = self.routes.get(scope["path"]) if scope["type"] == "http" else None
-        if verb is None:
+        if verb is not None:
+            began = time.perf_counter()
+            status, content, headers = await self._answered(verb, scope, receive)
+            self._count_answer(verb, status, time.perf_counter() - began)
+        elif scope["type"] == "http" and scope["path"].startswith("/v1/"):
+            there = f"there is no such verb: there are {', '.join(self.verbs.schemas)}"
+            status, content, headers = failed(Failure(404, "not_found", there))
+        else:
             await self.rest(scope, receive, send)
             return
-        began = time.perf_counter()
-        status, content, headers = await self._answered(verb, scope, receive)
-        self._count_answer(verb, status, time.perf_counter() - began)
         headers += [(b"content-type", JSON.encode()), (b"content-length", str(len(content)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
@@ -96,7 +101,7 @@ class Service:
                 if scope["method"] != "POST":
                     raise Failure(405, "method", f"POST a JSON object to /v1/{verb}")
                 given = dict(scope["headers"])
-                token = self.tokens.holder(given.get(b"authorization", b"").decode("latin-1"))
+                token = self.tokens.holder(given.get(b"authorization", b"").decode(errors="replace"))
                 content = await self._body(given.get(b"content-length", b"0"), receive)
                 body = orjson.loads(content)
                 if not isinstance(body, dict):
@@ -173,40 +178,6 @@ class Service:
         lines += [f"constmem_request_seconds_sum {self.spent:.6f}", f"constmem_request_seconds_count {below}"]
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
-    def openapi(self) -> dict[str, Any]:
-        """What the service takes and gives, as OpenAPI has it."""
-        error = {"description": "what is wrong, why, and what to do", "content": {JSON: {"schema": ERROR}}}
-        codes = (400, 401, 403, 404, 408, 409, 413, 422, 429, 503, 507)
-        answers = dict.fromkeys(map(str, codes), error)
-        paths: dict[str, Any] = {}
-        for verb, (what, properties, needed) in self.verbs.schemas.items():
-            taken = {
-                "type": "object",
-                "properties": properties,
-                "required": needed,
-                "additionalProperties": False,
-                "dependentRequired": {"source": ["position"], "position": ["source"]},
-            }
-            ok = {"description": "done", "content": {JSON: {"schema": {"type": "object"}}}}
-            body = {"required": True, "content": {JSON: {"schema": taken}}}
-            paths[f"/v1/{verb}"] = {
-                "post": {
-                    "summary": what,
-                    "requestBody": body,
-                    "responses": {"200": ok} | answers,
-                    "security": [{"token": []}],
-                }
-            }
-        plain = {"200": {"description": "fine"}}
-        paths["/health"] = {"get": {"summary": "Whether it works.", "responses": plain | {"503": error}}}
-        paths["/metrics"] = {"get": {"summary": "Counts for Prometheus.", "responses": plain}}
-        return {
-            "openapi": "3.1.0",
-            "info": {"title": "constmem", "version": __version__},
-            "paths": paths,
-            "components": {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
-        }
-
 
 def failed(failure: Failure) -> Answer:
     """An answer that says what is wrong."""
@@ -217,19 +188,92 @@ def failed(failure: Failure) -> Answer:
     return failure.status, content, headers
 
 
+async def _refused(_: Request, error: Any) -> Response:
+    """What is no verb, in the words of verbs."""
+    kind = {404: "not_found", 405: "method"}.get(error.status_code, "refused")
+    status, content, _headers = failed(Failure(error.status_code, kind, f"{error.detail}; see /docs"))
+    return Response(content, status, error.headers, JSON)
+
+
 def _clean(message: str) -> str:
     """What UTF-8 can hold, cut to a sensible length."""
     return message[:1000].encode(errors="replace").decode()
 
 
+class Connection(HttpToolsProtocol):
+    """A connection of a service, closed where a request does not arrive in time, or its head has no end."""
+
+    _head: int | None = 0  # bytes of a head that has not ended
+    _timer: asyncio.TimerHandle | None = None  # while a request has not arrived
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait(1)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._arrived()
+
+    def data_received(self, data: bytes) -> None:
+        if self._timer is None:
+            self._wait(1)
+        super().data_received(data)
+        if self._head is not None and not self.transport.is_closing():
+            self._head += len(data)
+            if self._head > HEAD:
+                self._refuse(Failure(431, "too_large", f"the head of a request has at most {HEAD:,} bytes"))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head = 0
+        self._wait(1)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._head = None
+        self._wait(2)  # the service itself waits for the body once as long, and says so
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._arrived()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(Failure(400, "not_http", msg))
+
+    def _wait(self, times: int) -> None:
+        self._arrived()
+        self._timer = self.loop.call_later(times * self.config.app.limits.seconds, self._late)  # type: ignore[union-attr]
+
+    def _arrived(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        if self._head:
+            self._refuse(Failure(408, "slow", "the request did not arrive in time"))
+        else:
+            self.transport.close()
+
+    def _refuse(self, failure: Failure) -> None:
+        status, content, _ = failed(failure)
+        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: {JSON}\r\n"
+        head += f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
+        self.transport.write(head.encode() + content)
+        self.transport.close()
+
+
+def settings(service: Service) -> dict[str, Any]:
+    """How uvicorn is to run a service."""
+    return {
+        "http": Connection, "access_log": False, "timeout_keep_alive": 30, "server_header": False,
+        "limit_concurrency": 4 * service.limits.waiting, "proxy_headers": False, "ws": "none",
+        "timeout_graceful_shutdown": ceil(service.limits.seconds),
+    }  # fmt: skip
+
+
 def run(service: Service, host: str, port: int, *, log_level: str = "warning") -> None:
     """Answer at an address until a signal says stop; then what waits is answered, and the store closed."""
-    import uvicorn
-
     gc.collect()
     gc.freeze()  # what stays need not be visited by each collection
-    uvicorn.run(
-        service, host=host, port=port, log_level=log_level, access_log=False, timeout_keep_alive=30,
-        limit_concurrency=4 * service.limits.waiting, timeout_graceful_shutdown=int(service.limits.seconds),
-        server_header=False, proxy_headers=False, h11_max_incomplete_event_size=2**16,
-    )  # fmt: skip
+    uvicorn.run(service, host=host, port=port, log_level=log_level, **settings(service))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from constmem import __version__
 from constmem.serve import Failure, Limits, Token
 from constmem.serve.batches import Batches, Observe, Predict, Work
 from constmem.streams.sources import Rows, numbers
@@ -11,6 +12,11 @@ from constmem.streams.store import LONGEST
 Body = dict[str, Any]
 KEY = {"type": "string", "minLength": 1, "maxLength": LONGEST}
 TEXT = {"type": "string"}
+ERROR = {
+    "type": "object",
+    "properties": {"error": {"type": "object", "properties": {"kind": TEXT, "message": TEXT}}},
+}
+JSON = "application/json"
 SOURCE = {
     "source": {"type": "string", "minLength": 1, "maxLength": 256},
     "position": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
@@ -79,6 +85,40 @@ class Verbs:
             "delete": ("Delete a stream.", {"key": KEY}, ["key"]),
         }  # fmt: skip
 
+    def openapi(self) -> dict[str, Any]:
+        """What the service takes and gives, as OpenAPI has it."""
+        error = {"description": "what is wrong, why, and what to do", "content": {JSON: {"schema": ERROR}}}
+        codes = (400, 401, 403, 404, 408, 409, 413, 422, 429, 503, 507)
+        answers = dict.fromkeys(map(str, codes), error)
+        paths: dict[str, Any] = {}
+        for verb, (what, properties, needed) in self.schemas.items():
+            taken = {
+                "type": "object",
+                "properties": properties,
+                "required": needed,
+                "additionalProperties": False,
+                "dependentRequired": {"source": ["position"], "position": ["source"]},
+            }
+            ok = {"description": "done", "content": {JSON: {"schema": {"type": "object"}}}}
+            body = {"required": True, "content": {JSON: {"schema": taken}}}
+            paths[f"/v1/{verb}"] = {
+                "post": {
+                    "summary": what,
+                    "requestBody": body,
+                    "responses": {"200": ok} | answers,
+                    "security": [{"token": []}],
+                }
+            }
+        plain = {"200": {"description": "fine"}}
+        paths["/health"] = {"get": {"summary": "Whether it works.", "responses": plain | {"503": error}}}
+        paths["/metrics"] = {"get": {"summary": "Counts for Prometheus.", "responses": plain}}
+        return {
+            "openapi": "3.1.0",
+            "info": {"title": "constmem", "version": __version__},
+            "paths": paths,
+            "components": {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
+        }
+
     def _observe(self, token: Token, body: Body) -> Any:
         key = self._key(token, "write", body)
         x, y = self.rows.values(body)
@@ -105,7 +145,8 @@ class Verbs:
             raise Failure(
                 422, "refused", "source is a text, and position a whole number that counts up: give both"
             )
-        return f"http:{token.prefix}:{source}", position
+        prefix = token.prefix.replace("%", "%25").replace(":", "%3A")  # else one could name another's source
+        return f"http:{prefix}:{source}", position
 
     def _predict(self, token: Token, body: Body) -> Any:
         key = self._key(token, "read", body)

@@ -1,7 +1,9 @@
 """Streams of points and events, one or many; rows of many keys as padded batches of one key a line."""
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
@@ -11,12 +13,22 @@ from torch import Tensor
 
 from constmem import kernels
 from constmem.core import checks
+from constmem.core.files import CONFIG, home_of, read_config
+from constmem.core.registry import EVENTS
 from constmem.neural_processes import CMANP, NeuralProcess
 from constmem.point_processes import PointProcess
 
 SMALL = 2**16  # bytes of a state of which a batch is updated at once, even where only one of them is wanted
 
 AnyModel = NeuralProcess[Any, Any] | PointProcess[Any]
+
+
+def load_model(folder: str | os.PathLike[str]) -> AnyModel:
+    """The model in a folder, of points or of events, or one that comes with the package."""
+    about = read_config(home_of(folder) / CONFIG)
+    family: Any = PointProcess if about["model"] in EVENTS else NeuralProcess
+    found: AnyModel = family.from_pretrained(folder)
+    return found
 
 
 class Table(ABC):
@@ -90,13 +102,16 @@ def checked(keys: Sequence[Hashable]) -> list[Hashable]:
     return names
 
 
-def require_one_size(model: AnyModel | Table, one: Any) -> None:
-    """Refuse models whose states grow; `one` is of nothing yet."""
+def one_size(model: Any) -> tuple[Any, Any]:
+    """What holds states by key, and its state of nothing; models whose states grow are refused."""
+    found: Any = by_key(model)
+    one = found.empty(0.0 if isinstance(found, PointProcess) else 1)
     if any(0 in t.shape for t in one.tensors().values()):
         raise ValueError(
-            f"states of one size are needed, and those of {type(model).__name__} grow with what they are "
+            f"states of one size are needed, and those of {type(found).__name__} grow with what they are "
             "shown: use CMANP, CNP, NP or CMHP, or a Stream for each key"
         )
+    return found, one
 
 
 def named(keys: Sequence[Hashable]) -> list[Hashable] | NDArray[Any]:
@@ -183,6 +198,28 @@ def rows_of(model: AnyModel | Table, x: Any, y: Any) -> tuple[Tensor, Any]:
     return rows[0], rows[1]
 
 
+def blaming(what: str, names: Any, work: Callable[[NDArray[np.int64]], Any]) -> Any:
+    """What work makes of all places; where it refuses them, the error names one that it refuses."""
+    some = np.arange(len(names))
+    try:
+        return work(some)
+    except ValueError:
+        if len(some) == 1:
+            raise
+        while len(some) > 1:
+            half = some[: len(some) // 2]
+            try:
+                work(half)
+                some = some[len(half) :]
+            except ValueError:
+                some = half
+        try:
+            work(some)
+        except ValueError as error:
+            raise ValueError(f"{what} {names[some[0]]!r}: {error}") from error
+        raise
+
+
 def one_by_one(model: AnyModel, state: Any, places: NDArray[np.int64], x: Tensor, y: Tensor | None) -> Any:
     """A batch of states with more rows, each taken by itself, in order: `places` says whose each is.
 
@@ -193,19 +230,24 @@ def one_by_one(model: AnyModel, state: Any, places: NDArray[np.int64], x: Tensor
     table = {name: t.clone(memory_format=torch.contiguous_format) for name, t in state.tensors().items()}
     alike = _row_by_row(model)
     tile = 1024 if alike else 32 if state.nbytes <= SMALL * state.batch else 1
+
+    def extended(rows: NDArray[np.int64], signature: str | None, some: NDArray[np.int64]) -> Any:
+        padded = rows[some] if alike else np.resize(rows[some], tile)
+        at, line = (torch.from_numpy(i).to(x.device) for i in (places[padded], padded))
+        part: Any = model.state_type._made({name: t[at] for name, t in table.items()}, signature)
+        given: Any = x[line, None], None if y is None else y[line, None]
+        return model.update(part, *given)
+
     signature = state.fingerprint
     with torch.no_grad(), model._verified():
         for rows in _rounds(places):
             for start in range(0, len(rows), tile):
                 some = rows[start : start + tile]
-                padded = some if alike else np.resize(some, tile)
-                at, line = (torch.from_numpy(i).to(x.device) for i in (places[padded], padded))
-                part: Any = model.state_type._made({name: t[at] for name, t in table.items()}, signature)
-                given: Any = x[line, None], None if y is None else y[line, None]
-                made: Any = model.update(part, *given)
+                made = blaming("row", some.tolist(), partial(extended, some, signature))
                 signature = made.fingerprint
+                at = torch.from_numpy(places[some]).to(x.device)
                 for name, t in made.tensors().items():
-                    table[name][at[: len(some)]] = t[: len(some)]
+                    table[name][at] = t[: len(some)]
     return model.state_type._made(table, signature)
 
 

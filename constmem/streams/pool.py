@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Hashable, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -13,9 +14,9 @@ from torch import Tensor
 
 from constmem.core import checks
 from constmem.core.files import read_tensors, write_tensors
-from constmem.core.monoid import NOTHING, State
+from constmem.core.monoid import NOTHING
 from constmem.point_processes import PointProcess
-from constmem.streams import Pooled, Table, by_key, checked, grouped, listed, named, require_one_size, rows_of
+from constmem.streams import Pooled, Table, blaming, checked, grouped, listed, named, one_size, rows_of
 
 KIND, VERSION = "constmem.pool", 1
 KEYS = "keys"  # the tensor of a file that holds them, as JSON in UTF-8
@@ -53,16 +54,12 @@ class StreamPool:
     def __init__(self, model: Pooled, *, most: int | None = None) -> None:
         if most is not None:
             checks.positive("most", most)
-        self.model: Any = by_key(model)
+        self.model, self._blank = one_size(model)
         self.most = most
-        of_one: Any = 0.0 if isinstance(self.model, PointProcess) else 1
-        one = self.model.empty(of_one)
-        require_one_size(self.model, one)
-        self._blank: State = one
-        self._table = {name: t[:0] for name, t in one.tensors().items()}
+        self._table = {name: t[:0] for name, t in self._blank.tensors().items()}
         self._places: dict[Hashable, int] = {}  # by key, the least recently observed first
         self._free: list[int] = []  # places that were given back
-        self._fingerprint: str | None = one.fingerprint
+        self._fingerprint: str | None = self._blank.fingerprint
         self._writing = Lock()
 
     def observe(
@@ -87,7 +84,8 @@ class StreamPool:
         order, groups = grouped(rows, points)
         with self._writing, torch.no_grad():
             self._require_room(order)
-            made = [(names, self._extended(names, rows, given, start)) for names, rows in groups]
+            extended = partial(self._extended, *given, start)
+            made = [(each[0], blaming("stream", each[0], partial(extended, *each))) for each in groups]
             self._put(made)
             for name in order:  # now the most recent
                 self._places[name] = self._places.pop(name)
@@ -209,25 +207,27 @@ class StreamPool:
             )
         try:
             names = checked(json.loads(tensors.pop(KEYS).numpy().tobytes()))
-            if names:
+            if names and len(names) <= (most or len(names)):
                 pool.put(names, made.of_tensors(tensors, own[1] or None).to(device))
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} is damaged: {error}; save the pool again") from error
+        if len(pool) < len(names):
+            raise ValueError(f"{path} holds {len(names)} streams, more than most={most}: allow more")
         return pool
 
     # Inside
 
-    def _extended(self, names: list[Hashable], rows: NDArray[np.int64], given: Any, start: Any) -> Any:
-        """The states of some streams with more rows; `rows` has a line for each, and -1 where it has less."""
+    def _extended(self, x: Any, y: Any, start: Any, keys: Any, lines: Any, some: NDArray[np.int64]) -> Any:
+        """The states of some keys with more rows; `lines` has one for each, and -1 where it has less."""
+        names, rows = [keys[place] for place in some], lines[some]
         at = torch.from_numpy(rows).to(self.model.device)
         mask, index = at >= 0, at.clamp_min(0)
-        x: Any = given[0][index]
-        y: Any = None if given[1] is None else given[1][index]
+        x, y = x[index], None if y is None else y[index]
         if not isinstance(self.model, PointProcess):
             state = self._states(names, self._blank)
             return self.model.update(state, x, y, mask=None if rows.min() >= 0 else mask)
-        starts = x[:, 0] if start is None else torch.full((len(names),), float(start))
-        fresh = self.model.empty(starts)
+        starts = x[:, 0] if start is None else checks.one_each("start", start, 1, at.device).expand(len(at))
+        fresh = self.model.empty(starts.double())
         return self.model.update(self._states(names, fresh), x, y, mask=mask)
 
     def _states(self, names: list[Hashable], fresh: Any) -> Any:

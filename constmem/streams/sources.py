@@ -3,22 +3,20 @@
 import hashlib
 import json
 import os
+import re
+import reprlib
 import select
 import time
 from collections.abc import Callable, Hashable, Iterator
-from itertools import chain
-from math import isfinite
+from itertools import chain, takewhile
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from constmem.core.checks import extra
-from constmem.core.files import CONFIG, home_of, read_config
-from constmem.core.registry import EVENTS
-from constmem.neural_processes import NeuralProcess
 from constmem.point_processes import PointProcess
-from constmem.streams import AnyModel
+from constmem.streams import AnyModel, blaming
 from constmem.streams.store import Store
 
 LONGEST = 2**20  # bytes of a line
@@ -30,14 +28,6 @@ Stop = Callable[[], bool]
 
 class BadRowError(ValueError):
     """A row that cannot be taken, and where it stands."""
-
-
-def load_model(folder: str | os.PathLike[str]) -> AnyModel:
-    """The model in a folder, of points or of events, or one that comes with the package."""
-    about = read_config(home_of(folder) / CONFIG)
-    family: Any = PointProcess if about["model"] in EVENTS else NeuralProcess
-    found: AnyModel = family.from_pretrained(folder)
-    return found
 
 
 class Rows:
@@ -54,8 +44,7 @@ class Rows:
         if not isinstance(given, dict):
             raise ValueError(f"a row is an object such as {self.example}, not {_shown(given)}")
         if unknown := given.keys() - set(self.names):
-            word = _shown(sorted(map(str, unknown))[0])
-            raise ValueError(f"a row has no {word}: it is such as {self.example}")
+            raise ValueError(f"a row has no {_shown(min(map(str, unknown)))}: it is such as {self.example}")
         key = given.get("key")
         if not isinstance(key, str | int) or isinstance(key, bool):
             raise ValueError(f"the key of a row is a text or a whole number, not {_shown(key)}")
@@ -67,8 +56,8 @@ class Rows:
             return numbers("x", given.get("x"), self.widths[0]), numbers("y", given.get("y"), self.widths[1])
         mark = given.get("mark", -1)
         if not isinstance(mark, int) or isinstance(mark, bool) or not -1 <= mark < self.marks:
-            known = f"below {self.marks}, or -1 if unknown"
-            raise ValueError(f"a mark is a whole number {known}, not {_shown(mark)}")
+            below = f"below {self.marks}, or -1 if unknown"
+            raise ValueError(f"a mark is a whole number {below}, not {_shown(mark)}")
         return numbers("time", given.get("time"), 1)[0], mark
 
     def columns(self, x: list[Any], y: list[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -78,7 +67,8 @@ class Rows:
         whole = not self.events or (set(map(type, y)) == {int} and min(y) >= -1 and max(y) < self.marks)
         if whole and inputs is not None and outputs is not None:
             return (inputs[:, 0], np.array(y)) if self.events else (inputs, outputs)
-        rows = [self.values({first: a, second: b}) for a, b in zip(x, y, strict=True)]  # names what is wrong
+        given = [{first: a, second: b} for a, b in zip(x, y, strict=True)]
+        rows = blaming("row", range(len(x)), lambda some: [self.values(given[i]) for i in some])
         return np.array([a for a, _ in rows]), np.array([b for _, b in rows])
 
     @property
@@ -99,7 +89,7 @@ def numbers(name: str, given: Any, width: int) -> list[float]:
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{name} holds {_shown(value)}, which is no number")
-        if not isfinite(value) or abs(value) > 1e300:
+        if not abs(value) <= 1e300:  # NaN, and whole numbers that no float holds
             raise ValueError(f"{name} holds {_shown(value)}: leave out rows that are not finite")
     return [float(value) for value in values]
 
@@ -123,7 +113,7 @@ def column(given: list[Any], width: int) -> NDArray[np.float64] | None:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value) if not isinstance(value, int) or abs(value) < 1e18 else "a huge number"
+    text = (reprlib.repr if isinstance(value, list | dict) else repr)(value)  # lists in lists may be deep
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
@@ -198,7 +188,7 @@ def consume_lines(consumer: Consumer, handle: int, *, batch: int = 512, stop: St
 
     The position is the number of lines, and a digest of them: after a stop, give the same lines again.
     """
-    before, _, expected = str(consumer.store.position(consumer.source) or "0 ").partition(" ")
+    before, expected = _left(consumer, "0 ", r"\d+ [0-9a-f]*").split(" ")
     skipped, digest, number = int(before), hashlib.sha256(), 0
     if skipped:
         consumer.report(f"{skipped:,} lines were taken before")
@@ -219,6 +209,16 @@ def consume_lines(consumer: Consumer, handle: int, *, batch: int = 512, stop: St
     if number < skipped and not stop():
         before = f"{skipped:,} of {consumer.source!r} were taken before"
         raise ValueError(f"there are only {number:,} lines, but {before}")
+
+
+def _left(consumer: Consumer, beginning: str, form: str) -> str:
+    """Where the source was left; refuses places of another kind."""
+    found = str(consumer.store.position(consumer.source) or beginning)
+    if not re.fullmatch(form, found):
+        raise ValueError(
+            f"{consumer.source!r} is something else here, left at {found!r}: give another --source"
+        )
+    return found
 
 
 def _lines(handle: int, batch: int, stop: Stop) -> Iterator[list[bytes]]:
@@ -255,21 +255,22 @@ def consume_redis(
     client, waited, last = redis.Redis.from_url(url, socket_timeout=30), 0.5, time.monotonic()
     checked = False  # whether it is the stream that it was
     while not stop():
-        position = str(consumer.store.position(consumer.source) or "0-0")
+        position = _left(consumer, "0-0", r"\d+-\d+")
         try:
             if not checked:
                 _require_same_stream(client, consumer, stream, position)
             found: Any = client.xread({stream: position}, count=batch, block=200)
             waited, checked = 0.5, True
+        except (redis.ResponseError, redis.AuthenticationError) as error:
+            raise ValueError(f"Redis refuses to read {stream!r}: {error}") from error
         except (redis.ConnectionError, redis.TimeoutError) as error:
             consumer.report(f"Redis does not answer ({error}): trying again in {waited:g} s")
             if idle is not None and time.monotonic() - last > idle:
-                raise OSError(f"Redis at {url} does not answer: {error}") from error
-            time.sleep(waited)
+                raise OSError(f"Redis does not answer: {error}") from error
+            for _ in takewhile(lambda _: not stop(), range(int(10 * waited))):
+                time.sleep(0.1)
             waited, checked = min(2 * waited, PATIENCE), False
             continue
-        except redis.ResponseError as error:
-            raise ValueError(f"Redis refuses to read {stream!r}: {error}") from error
         entries = found[0][1] if found else []
         consumer.take([(fields.get(b"row", fields), name.decode()) for name, fields in entries])
         if entries:
@@ -283,15 +284,15 @@ def _require_same_stream(client: Any, consumer: Consumer, stream: str, position:
     if position == "0-0" or not client.exists(stream):
         return
     about, names = client.xinfo_stream(stream), ("last-generated-id", "max-deleted-entry-id")
-    latest, deleted = (_number(about.get(name, b"0-0")) for name in names)
-    if latest < _number(position):
+    here, (latest, deleted) = _number(position), (_number(about.get(name, b"0-0")) for name in names)
+    if latest < here:
         raise ValueError(
             f"the Redis stream {stream!r} ends before {position}, where {consumer.source!r} was left: it "
             "was created again; give another --source to take it from its beginning"
         )
-    if deleted > _number(position):
-        lost = f"entries of {stream!r} behind {position} were deleted before they were taken"
-        consumer.report(f"warning: {lost}")
+    were = "were" if deleted > here else "may have been"  # Redis does not record what it trimmed
+    if deleted > here or (latest > here and not client.xrevrange(stream, position, count=1)):
+        consumer.report(f"warning: entries of {stream!r} behind {position} {were} deleted, and not taken")
 
 
 def _number(name: Any) -> tuple[int, int]:

@@ -129,6 +129,11 @@ class Store:
         with self._locked() as held:
             return held.positions.get(source)
 
+    def sources(self, more: Sequence[str] = ()) -> int:
+        """How many sources have a position, or would with these."""
+        with self._locked() as held:
+            return len(held.positions) + len(set(more) - held.positions.keys())
+
     def move(self, source: str, position: Position) -> None:
         """Remember the position of a source of which all rows were left out."""
         _require_places({source: position})

@@ -15,6 +15,7 @@ WORK = """
 import json
 import logging
 import os
+import time
 
 import numpy as np
 import pandas as pd
@@ -90,6 +91,23 @@ for kind, target in ((StreamingRegressor, "y"), (StreamingClassifier, "high")):
     answer = one.predict_proba if target == "high" else one.predict
     found[target] = float(np.abs(ask(rows[inputs][:50]) - answer(rows[inputs][:50])).max())
     found[f"{target} rows"] = made.learner_.seen
+def late(batch):
+    time.sleep(3 if rows.a[0] in batch["a"] else 0)  # the first file comes last
+    return batch
+
+
+ray.data.DataContext.get_current().use_datasource_v2 = True
+table = ray.data.read_parquet(files, concurrency=2, override_num_blocks=4)
+table = table.map_batches(late, compute=ray.data.TaskPoolStrategy(size=2))
+made = fit_dataset(
+    StreamingClassifier(size=48), table.select_columns([*inputs, "high"]), target="high", warmup=500
+)
+one = StreamingClassifier(size=48).fit(rows[inputs][:500], rows.high[:500]).spawn()
+answer = one.partial_fit(rows[inputs], rows.high).predict_proba(rows[inputs][:50])
+found["first rows"] = float(np.abs(made.predict_proba(rows[inputs][:50]) - answer).max())
+whole = rows.assign(b=np.arange(6000) % 3)
+pool = condition_groups_dataset(model, ray.data.from_pandas(whole), key="b", **columns)
+found["key among inputs"] = max(apart(pool.state([i]), at_once(whole[whole.b == i])) for i in range(3))
 refused = []
 bad = rows.assign(b=np.where(np.arange(6000) == 4321, np.inf, rows.b))
 empty = dataset.filter(lambda row: False)
@@ -149,6 +167,14 @@ def test_estimators_fitted_by_workers_are_those_of_one_pass(result: dict[str, An
     assert result["found"]["y"] < 1e-6
     assert result["found"]["high"] < 1e-6
     assert result["found"]["y rows"] == result["found"]["high rows"] == 6000
+
+
+def test_features_are_frozen_by_the_first_rows_whichever_come_first(result: dict[str, Any]) -> None:
+    assert result["found"]["first rows"] < 1e-6
+
+
+def test_a_key_may_be_an_input_too(result: dict[str, Any]) -> None:
+    assert result["found"]["key among inputs"] < 1e-5
 
 
 def test_what_cannot_be_done_is_said_before_or_with_the_column(result: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
 from constmem.serve import Failure, Limits, Tokens  # noqa: E402
 from constmem.serve.batches import Batches  # noqa: E402
-from constmem.serve.service import Service  # noqa: E402
+from constmem.serve.service import HEAD, Service, settings  # noqa: E402
 
 MODEL = built()
 WRITER, READER, ANN = "writer-0123456789", "reader-0123456789", "ann-0123456789abc"
@@ -65,7 +65,7 @@ class Client:
 @contextmanager
 def served(path: Path, model: Any = MODEL, **options: Any) -> Iterator[tuple[int, Service]]:
     service = Service(Store(path, model, power=False), **options)
-    config = uvicorn.Config(service, log_level="critical", access_log=False)
+    config = uvicorn.Config(service, log_level="critical", **settings(service))
     server = uvicorn.Server(config)
     listening = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
@@ -180,6 +180,7 @@ def test_files_of_tokens_that_are_wrong_are_refused(tmp_path: Path) -> None:
         ('[{"token": "long enough 01234", "scopes": ["all"]}]', "scopes"),
         ('[{"token": "long enough 01234", "perfix": "a"}]', "perfix"),
         ('[{"sha256": "12"}]', "digest"),
+        ('[{"token": "long enough 01234", "prefix": "a"}, {"token": "long enough 01234"}]', "twice"),
     ):
         path.write_text(text)
         path.chmod(0o600)
@@ -251,6 +252,18 @@ def test_bad_requests_get_a_clear_answer_and_change_nothing(
     assert len(ask("keys")[1]["keys"]) == number
 
 
+def test_rows_that_are_refused_in_bulk_are_named(ask: Client) -> None:
+    keys = [f"bulk {i}" for i in range(9)]
+    for y, message in (
+        ([0.0] * 6 + ["1"] + [0.0] * 2, "row 6: y holds"),
+        ([0.0] * 4 + [1e30] * 5, "row 4: y["),
+    ):
+        status, found = ask("bulk/observe", keys=keys, x=[0.0] * 9, y=y)
+        assert status == 422
+        assert found["error"]["message"].startswith(message)
+    assert ask("observe", key="one", x=0.0, y="1")[1]["error"]["message"].startswith("y holds")
+
+
 def test_odd_keys_are_keys(ask: Client) -> None:
     for key in ("a/b", "a\0b", "../x", "?&#%00", "é\n", "🎈", "k" * 1024):
         assert ask("observe", key=key, x=1.0, y=1.0) == (200, {"taken": 1})
@@ -262,6 +275,116 @@ def raw(port: int, text: bytes, *, wait: float = 5.0) -> bytes:
     with socket.create_connection(("127.0.0.1", port), timeout=wait) as link:
         link.sendall(text)
         return link.recv(4096)
+
+
+def to_the_end(port: int, *texts: bytes) -> bytes:
+    """All that is answered, until the service closes the connection; a text every 0.2 seconds."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as link:
+        for text in texts:
+            try:
+                link.sendall(text)
+            except OSError:  # it was closed before
+                break
+            time.sleep(0.2)
+        found = b""
+        while True:
+            try:
+                block = link.recv(4096)
+            except ConnectionResetError:
+                return found
+            if not block:
+                return found
+            found += block
+
+
+def test_connections_that_send_no_whole_request_are_closed(place: tuple[int, Service]) -> None:
+    port, _ = place
+    head = f"POST /v1/count HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {WRITER}\r\n".encode()
+    assert to_the_end(port) == b""
+    assert b" 408 " in to_the_end(port, b"\r\n")
+    late = to_the_end(port, head[:30])
+    assert late.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    assert json.loads(late.split(b"\r\n\r\n")[1])["error"]["kind"] == "slow"
+    assert b" 408 " in to_the_end(port, *(head[i : i + 1] for i in range(9)))  # a letter now and then
+    body = b'{"key": "nobody"}'
+    whole = head + b"content-length: %d\r\n\r\n" % len(body) + body
+    second = to_the_end(port, whole + head[:30])
+    assert b" 404 " in second
+    assert b" 408 " in second
+    slow = to_the_end(port, head + b"content-length: 900\r\n\r\n", *[b" "] * 20)
+    assert slow.count(b"HTTP/1.1") == 1
+    assert b" 408 " in slow
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as link:
+        for _ in range(8):  # one that works may be slow for longer than one request may
+            link.request("POST", "/v1/count", body, {"authorization": f"Bearer {WRITER}"})
+            assert link.getresponse().read().startswith(b'{"error":{"kind":"not_found"')
+            time.sleep(0.3)
+
+
+def test_a_head_without_end_is_refused(place: tuple[int, Service]) -> None:
+    port, _ = place
+    head = b"POST /v1/count HTTP/1.1\r\nhost: a\r\nx: " + b"a" * 2 * HEAD
+    assert b" 431 " in to_the_end(port, head)
+    fine = (
+        b"POST /v1/count HTTP/1.1\r\nhost: a\r\nconnection: close\r\nx: " + b"a" * (HEAD // 2) + b"\r\n\r\n"
+    )
+    assert b" 401 " in to_the_end(port, fine)
+    nonsense = to_the_end(port, b"nonsense\r\n\r\n")
+    assert json.loads(nonsense.split(b"\r\n\r\n")[1])["error"]["kind"] == "not_http"
+
+
+def test_what_is_no_verb_is_an_error_like_others(ask: Client) -> None:
+    status, found = ask("observ", key="a")
+    assert (status, found["error"]["kind"]) == (404, "not_found")
+    assert "bulk/observe" in found["error"]["message"]
+    for path, code, kind in (("/nothing", 404, "not_found"), ("/v1/observe/", 404, "not_found")):
+        status, text = ask.get(path)
+        assert (status, json.loads(text)["error"]["kind"]) == (code, kind)
+    assert ask("../health")[0] == 404
+    with closing(http.client.HTTPConnection("127.0.0.1", ask.port, timeout=30)) as link:
+        link.request("POST", "/health", "{}")
+        answer = link.getresponse()
+        assert answer.status == 405
+        assert "GET" in (answer.getheader("allow") or "")
+        assert json.loads(answer.read())["error"]["kind"] == "method"
+
+
+def test_no_token_moves_on_the_source_of_another(tmp_path: Path) -> None:
+    known = [
+        {"token": f"token-{i}-0123456789", "prefix": prefix} for i, prefix in enumerate(["a", "a:b", "a%3Ab"])
+    ]
+    (tmp_path / "tokens").write_text(json.dumps(known))
+    (tmp_path / "tokens").chmod(0o600)
+    with served(tmp_path / "s", tokens=Tokens.load(tmp_path / "tokens")) as (port, _):
+        askers = [Client(port, each["token"]) for each in known]
+        for ask, key, source in zip(askers, ("a", "a:b", "a%3Ab"), ("b:s", "s", "s"), strict=True):
+            row = {"key": key, "x": 1.0, "y": 1.0, "source": source, "position": 9}
+            assert ask("observe", row) == (200, {"taken": 1})
+            assert ask("observe", row) == (200, {"taken": 0})
+
+
+def test_sources_are_not_without_number(tmp_path: Path) -> None:
+    with served(tmp_path / "s", limits=Limits(streams=3)) as (port, service):
+        ask = Client(port)
+        for i in range(3):
+            assert ask("observe", key="a", x=1, y=1, source=f"s{i}", position=1)[0] == 200
+        status, found = ask("observe", key="a", x=1, y=1, source="s3", position=1)
+        assert (status, found["error"]["kind"]) == (507, "full")
+        assert ask("observe", key="a", x=1, y=1, source="s2", position=2) == (200, {"taken": 1})
+        assert ask("observe", key="a", x=1, y=1) == (200, {"taken": 1})
+        assert service.store.sources() == 3
+
+
+def test_a_token_may_have_letters_of_any_language(tmp_path: Path) -> None:
+    token = "Schlüssel-für-Änne-1"
+    (tmp_path / "tokens").write_text(json.dumps([{"token": token}]))
+    (tmp_path / "tokens").chmod(0o600)
+    with served(tmp_path / "s", tokens=Tokens.load(tmp_path / "tokens")) as (port, _):
+        head = f"GET /v1/count HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {token}\r\n"
+        body = b'{"key": "a"}'
+        text = head.replace("GET", "POST").encode() + b"content-length: %d\r\n\r\n" % len(body) + body
+        assert b" 404 " in raw(port, text)
+        assert b" 401 " in raw(port, text.replace("ä".encode(), b"a").replace("ü".encode(), b"u"))
 
 
 def test_bodies_that_lie_or_never_end_are_answered(place: tuple[int, Service]) -> None:

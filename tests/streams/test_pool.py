@@ -265,3 +265,42 @@ def test_threads_lose_no_rows() -> None:
     torch.testing.assert_close(
         pool.predict(asked, x[:2]).mean, whole.predict(asked, x[:2]).mean, rtol=1e-9, atol=1e-9
     )
+
+
+@pytest.mark.parametrize("start", [1.7e9 + 100.5, [1.7e9 + 100.5], np.array(1.7e9 + 100.5)], ids=type)
+def test_the_beginning_of_streams_keeps_its_digits(start: Any) -> None:
+    model = small_models.small("cmhp")
+    times = [1.7e9 + 101, 1.7e9 + 102]
+    pool, alone = StreamPool(model), Stream(model, start=start)
+    pool.observe(["a", "a"], times, [0, 1], start=start)
+    alone.observe(times, [0, 1])
+    assert pool.state(["a"]).start.item() == 1.7e9 + 100.5
+    assert torch.allclose(pool.predict(["a"]).mean, alone.predict().mean)
+    with pytest.raises(ValueError, match="start has shape"):
+        pool.observe(["b", "c"], times, [0, 1], start=[0.0, 1.0])
+
+
+@pytest.mark.parametrize("bad", [0, 12, 19])
+def test_an_error_names_the_stream_of_the_row_that_is_refused(bad: int) -> None:
+    names = [f"k{i}" for i in range(20)]
+    pool = StreamPool(small_models.small("cmhp"))
+    pool.observe(names, [5.0] * 20, [0] * 20)
+    with pytest.raises(ValueError, match=f"^stream 'k{bad}': event 0 of stream 0 is at 1.0"):
+        pool.observe(names, [1.0 if i == bad else 6.0 for i in range(20)], [0] * 20)
+    points = StreamPool(small_models.small("cmanp"))
+    _, x, y = rows(20, 5)
+    x[bad, 0] = 1e200
+    with pytest.raises(ValueError, match=rf"^stream 'k{bad}': x\[0, 0, 0\] is 1e\+200"):
+        points.observe(names, x, y)
+
+
+def test_a_pool_that_is_too_large_to_load_is_not_called_damaged(tmp_path: Path) -> None:
+    model = small_models.small("cmanp")
+    names, x, y = rows(30, 5)
+    pool = StreamPool(model)
+    pool.observe(names, x, y)
+    pool.save(tmp_path / "pool")
+    assert StreamPool.load(tmp_path / "pool", model, most=5).most == 5
+    with pytest.raises(ValueError, match="holds 5 streams, more than most=4") as caught:
+        StreamPool.load(tmp_path / "pool", model, most=4)
+    assert "damaged" not in str(caught.value)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from constmem import Store
-from constmem.streams import sources
+from constmem.streams import load_model, sources
 from constmem.streams.sources import BadRowError, Consumer, consume_lines, consume_redis
 from tests.laws import models as small_models
 from tests.streams.made import built
@@ -74,6 +74,7 @@ BAD = [
     b'{"key": "' + b"k" * 2000 + b'", "x": 1, "y": 1}',
     b"[" * 100_000,
     b"\xff\xfe",
+    b'{"key": "a", "x": 1' + b"0" * 400 + b', "y": 1}',  # more than a float holds
 ]
 
 
@@ -96,7 +97,7 @@ def test_an_event_out_of_order_is_found_among_others(tmp_path: Path) -> None:
     times = [1.0, 2.0, 3.0, 2.5, 4.0, 5.0]
     text = b"".join(json.dumps({"key": "a", "time": t, "mark": 1}).encode() + b"\n" for t in times)
     with Store(tmp_path / "s", model) as store:
-        with pytest.raises(BadRowError, match=r"lines at 4 .*before"):
+        with pytest.raises(BadRowError, match=r"lines at 4 [0-9a-f]+: event 0 .*before"):
             take(store, text, tmp_path)
         assert store.count(["a"]).item() == 3
         assert take(store, text, tmp_path, skip=True).skipped == 1
@@ -145,14 +146,39 @@ def test_the_command_takes_lines_of_a_pipe(tmp_path: Path) -> None:
         require_same(store, alone(MODEL, names, x, y))
 
 
+def test_a_value_of_lists_in_lists_is_shown_in_short() -> None:
+    deep: Any = []
+    for _ in range(sys.getrecursionlimit() + 100):
+        deep = [deep]
+    with pytest.raises(ValueError, match=r"^x holds \[+\.\.\.\]+, which is no number$"):
+        sources.numbers("x", deep, 1)
+
+
+def test_a_source_of_another_kind_is_named_as_such(tmp_path: Path) -> None:
+    with Store(tmp_path / "s", MODEL) as store:
+        store.observe(["a"], [0.0], [0.0], source="lines", position="1526919030474-55")
+        with pytest.raises(ValueError, match=r"'lines' is something else.*another --source"):
+            take(store, b"", tmp_path)
+        store.observe(["a"], [0.0], [0.0], source="redis", position="3 aa12")
+        with pytest.raises(ValueError, match=r"'redis' is something else.*another --source"):
+            consume_redis(Consumer(store, "redis"), "redis://localhost:1", "s", idle=0.0)
+
+
 @contextmanager
 def redis_server(folder: Path) -> Iterator[str]:
     assert SERVER is not None
     socket = folder / "redis.sock"
     options = ["--port", "0", "--unixsocket", socket, "--dir", folder, "--appendonly", "yes", "--save", ""]
     process = subprocess.Popen([SERVER, *map(str, options)], stdout=subprocess.DEVNULL)
-    while not socket.exists():
-        time.sleep(0.02)
+    import redis
+
+    with redis.Redis(unix_socket_path=str(socket)) as client:
+        while True:  # it loads first what it had
+            try:
+                client.ping()
+                break
+            except redis.ConnectionError:
+                time.sleep(0.02)
     yield f"unix://{socket}"
     process.terminate()
     process.wait()
@@ -241,6 +267,58 @@ def test_redis_may_be_gone_and_come_back_but_not_begin_anew(
 
 
 @needs_redis
+def test_entries_that_redis_trimmed_before_they_were_taken_are_reported(
+    tmp_path: Path, redis_url: str
+) -> None:
+    import redis
+
+    names, x, y = rows(20, 3)
+    fill(redis_url, names[:10], x[:10], y[:10])
+    reports: list[str] = []
+    with Store(tmp_path / "s", MODEL) as store, redis.Redis.from_url(redis_url) as client:
+        consumer = Consumer(store, "redis", report=reports.append)
+        consume_redis(consumer, redis_url, "s", idle=0.0)
+        client.xtrim("s", 3, approximate=False)  # entries that were taken
+        fill(redis_url, names[10:], x[10:], y[10:])
+        consume_redis(consumer, redis_url, "s", idle=0.0)
+        assert (consumer.taken, reports) == (20, [])
+        fill(redis_url, names[:10], x[:10], y[:10])
+        client.xtrim("s", 4, approximate=False)
+        consume_redis(consumer, redis_url, "s", idle=0.0)
+        assert consumer.taken == 24
+        assert "may have been deleted, and not taken" in reports[0]
+
+
+@needs_redis
+def test_a_wrong_password_ends_it_and_stands_in_no_message(tmp_path: Path, redis_url: str) -> None:
+    import redis
+
+    with Store(tmp_path / "s", MODEL) as store, redis.Redis.from_url(redis_url) as client:
+        client.config_set("requirepass", "right")
+        for url in (redis_url, redis_url.replace("unix://", "unix://:wrong@")):
+            with pytest.raises(ValueError, match="refuses to read 's'"):
+                consume_redis(Consumer(store, "redis"), url, "s", idle=0.0)
+        reports: list[str] = []
+        with pytest.raises(OSError, match="does not answer") as caught:
+            consume_redis(
+                Consumer(store, "redis", report=reports.append), "redis://:wrong@localhost:1", "s", idle=0.0
+            )
+        assert "wrong" not in f"{caught.value}{reports}"
+
+
+def test_a_stop_is_heard_while_redis_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[str] = []
+    slept: list[float] = []
+    monkeypatch.setattr(sources.time, "sleep", slept.append)
+    with Store(tmp_path / "s", MODEL) as store:
+        consumer = Consumer(store, "redis", report=reports.append)
+        consume_redis(consumer, "redis://localhost:1", "s", stop=lambda: len(slept) >= 7)
+    assert len(reports) == 2
+    assert len(slept) == 7
+    assert max(slept) < 1
+
+
+@needs_redis
 def test_a_redis_that_was_stopped_and_started_again_is_read_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,7 +348,7 @@ def test_a_redis_that_was_stopped_and_started_again_is_read_on(
 def test_models_of_both_kinds_load_by_folder(tmp_path: Path) -> None:
     for kind in ("cmanp", "cmhp"):
         small_models.small(kind).save_pretrained(tmp_path / kind)
-        assert sources.load_model(tmp_path / kind).name == kind
-    assert sources.load_model("gp").name == "cmanp"
+        assert load_model(tmp_path / kind).name == kind
+    assert load_model("gp").name == "cmanp"
     with pytest.raises(FileNotFoundError):
-        sources.load_model(tmp_path)
+        load_model(tmp_path)

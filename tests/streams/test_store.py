@@ -342,3 +342,18 @@ def test_what_a_store_does_not_take_is_said(tmp_path: Path) -> None:
         Store(tmp_path / "s", MODEL, single=True)
     with pytest.raises(OSError, match="folder"):
         Store(tmp_path, MODEL)
+
+
+@pytest.mark.parametrize("bad", [0, 3, 40])
+def test_an_error_names_the_row_that_is_refused(bad: int, tmp_path: Path) -> None:
+    names = ["a", "b", "c", "d", "a", "a", *(f"k{i}" for i in range(35))]
+    with Store(tmp_path / "s", MODEL) as store:
+        x = [1e30 if i == bad else 0.0 for i in range(41)]
+        with pytest.raises(ValueError, match=rf"^row {bad}: x\[0, 0, 0\] is 1e\+30"):
+            store.observe(names, x, [0.0] * 41)
+        assert len(store) == 0
+    with Store(tmp_path / "e", small_models.small("cmhp")) as store:
+        times = [1.0 if i == bad else 5.0 + i for i in range(41)]
+        store.observe(names, [2.0] * 41, [0] * 41)
+        with pytest.raises(ValueError, match=rf"^row {bad}: event 0 of stream 0 is at 1.0"):
+            store.observe(names, times, [0] * 41)
