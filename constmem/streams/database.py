@@ -106,8 +106,14 @@ class Database:
                     yield (
                         key,
                         found[0],
-                        self._opened(f"{key!r} {found[0]}", found[1], f"the state of {key!r}"),
+                        self._opened(f"{key!r} {found[0]}", found[1], f"the state of {key!r}", "that stream"),
                     )
+
+    def held(self, keys: Iterable[Key]) -> list[Key]:
+        """Those of the keys that are there, whatever their states are."""
+        run = self._sqlite.execute
+        with self._clear():
+            return [key for key in keys if run("select 1 from states where key = ?", (key,)).fetchone()]
 
     def write_states(self, rows: Iterable[tuple[Key, int, bytes]]) -> None:
         """Inside of a transaction: what is held of these keys from now on."""
@@ -175,13 +181,15 @@ class Database:
         with self._clear():
             self._sqlite.close()
 
-    def _opened(self, salt: str, content: Any, what: str) -> bytes:
+    def _opened(self, salt: str, content: Any, what: str, lost: str) -> bytes:
         if not isinstance(content, bytes) or _seal(salt, content[:-SEAL]) != content[-SEAL:]:
-            raise self._damaged(f"{what} is not what was written")
+            raise self._damaged(f"{what} is not what was written", lost)
         return content[:-SEAL]
 
-    def _damaged(self, why: str) -> ValueError:
-        return ValueError(f"{self.path} is damaged: {why}; take a copy of it, or delete it and begin again")
+    def _damaged(self, why: str, lost: str = "it") -> ValueError:
+        return ValueError(
+            f"{self.path} is damaged: {why}; take a copy of it, or delete {lost} and begin again"
+        )
 
     @contextmanager
     def _clear(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """States in memory over a database: rows go to a journal at once, states to the file later."""
 
 import json
+import logging
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice
 from typing import Any
@@ -20,6 +21,7 @@ ENTRY, VERSION = "constmem.journal", 1
 ROUNDED = ("value", "lse")  # what is kept in float32 where that is asked for: no time and no sum
 FEWEST = 64  # states that memory has room for, however large they are
 TOGETHER = 1024  # states written in one transaction
+log = logging.getLogger("constmem.streams")
 
 
 class Layout:
@@ -100,6 +102,12 @@ class Journaled:
     def __contains__(self, name: Hashable) -> bool:
         return name in self._upto
 
+    def there(self, names: Iterable[Hashable]) -> list[Hashable]:
+        """Those of these streams that there are, damaged ones too."""
+        every = list(dict.fromkeys(names))
+        here = [name for name in every if name in self._upto]
+        return here + self.database.held(name for name in every if name not in self._upto)
+
     def load(self, names: Sequence[Hashable]) -> None:
         """Bring those of these streams that there are into memory."""
         for name in names:
@@ -161,6 +169,7 @@ class Journaled:
             self.database.append(self._last + 1, packed({}, _header("delete", names)))
             self.database.delete_states(names)
         self._entered(self._last + 1, 1)
+        self.number -= sum(name not in self._upto for name in names)
         self._drop(names)
 
     def flush(self) -> None:
@@ -251,8 +260,8 @@ class Journaled:
         names: list[Hashable] = json.loads(header["keys"])
         places = tensors["places"].numpy() if "places" in tensors else np.zeros(0, np.int64)
         self._entered(number, max(len(places), 1))
-        self.load(names)
-        lacking = [i for i, name in enumerate(names) if self._upto.get(name, 0) < number]
+        lost = self._damaged(names)
+        lacking = [i for i, name in enumerate(names) if self._upto.get(name, 0) < number and name not in lost]
         chosen = [names[i] for i in lacking]
         if header["verb"] == "delete":
             self._drop(chosen)
@@ -265,6 +274,20 @@ class Journaled:
             x, y = (tensors[name][line].to(where) if name in tensors else None for name in ("x", "y"))
             assert x is not None
             self._hold(chosen, self._extended(chosen, at[places][rows], x, y))
+
+    def _damaged(self, names: list[Hashable]) -> set[Hashable]:
+        """Those of these whose states cannot be read; all others are brought into memory."""
+        lost = set()
+        try:
+            self.load(names)
+        except ValueError:
+            for name in names:
+                try:
+                    self.load([name])
+                except ValueError as error:
+                    lost.add(name)
+                    log.warning("%s; what came for it since cannot be taken in", error)
+        return lost
 
 
 def _header(verb: str, names: list[Hashable]) -> dict[str, str]:

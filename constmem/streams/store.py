@@ -199,9 +199,9 @@ class Store:
             held.put([to], state)
 
     def delete(self, keys: Sequence[Hashable]) -> int:
-        """Delete streams, on disk too; returns how many there were."""
+        """Delete streams, on disk too, damaged ones as well; returns how many there were."""
         with self._locked() as held:
-            names = self.known(keys)
+            names = held.there(_named(keys))
             if names:
                 held.delete(names)
             return len(names)

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -310,6 +311,36 @@ def test_damage_is_noticed_and_named(tmp_path: Path) -> None:
     other.close()
     with pytest.raises(ValueError, match="no store"):
         Store(path, MODEL)
+
+
+def test_a_damaged_state_harms_no_other_stream_and_can_be_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "s"
+    with Store(path, MODEL) as store:
+        store.observe(["ann", "bob"], [1.0, 2.0], [1.0, 2.0])
+    store = Store(path, MODEL)
+    store.observe(["ann", "bob", "ann"], [3.0, 4.0, 5.0], [3.0, 4.0, 5.0])
+    shutil.copy(path, tmp_path / "t")  # as if it had been killed here: these rows are in its journal alone
+    shutil.copy(f"{path}-wal", tmp_path / "t-wal")
+    whole = store.state(["bob"])
+    store.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "t")) as other:
+        other.execute("update states set content = zeroblob(length(content)) where key = 'ann'")
+        other.commit()
+    with Store(tmp_path / "t", MODEL) as again:
+        assert "the state of 'ann' is not what was written" in caplog.text
+        assert len(again) == 2
+        assert_identical(again.state(["bob"]), whole)
+        for call in (lambda: again.count(["ann"]), lambda: again.observe(["ann"], [1.0], [1.0])):
+            with pytest.raises(ValueError, match="delete that stream and begin again"):
+                call()
+        assert again.delete(["ann", "zoe"]) == 1
+        assert len(again) == 1
+        again.observe(["ann"], [1.0], [1.0])
+        assert again.count(["ann", "bob"]).tolist() == [1, 2]
+    with Store(tmp_path / "t", MODEL) as again:
+        assert again.count(["ann", "bob"]).tolist() == [1, 2]
 
 
 def test_what_a_store_does_not_take_is_said(tmp_path: Path) -> None:
