@@ -166,6 +166,8 @@ def consume(
     """
     if (redis is None) is not (stream is None):
         raise ValueError("--redis and --stream go together: give both, or neither for standard input")
+    if redis is None and sys.stdin is None:
+        raise ValueError("standard input is closed, and no --redis is given: pass rows, as in < rows.jsonl")
     import torch
 
     from constmem.streams import load_model, sources

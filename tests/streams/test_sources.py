@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from constmem import Store
+from constmem.cli.commands import consume
 from constmem.streams import load_model, sources
 from constmem.streams.sources import BadRowError, Consumer, consume_lines, consume_redis
 from tests.laws import models as small_models
@@ -352,3 +353,10 @@ def test_models_of_both_kinds_load_by_folder(tmp_path: Path) -> None:
     assert load_model("gp").name == "cmanp"
     with pytest.raises(FileNotFoundError):
         load_model(tmp_path)
+
+
+def test_a_closed_standard_input_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ValueError, match="standard input is closed"):
+        consume("gp", tmp_path / "store")
+    assert not (tmp_path / "store").exists()
