@@ -18,6 +18,7 @@ import gp_limits
 import gpu_tables
 import learner_tables
 import prediction_tables
+import serving_tables
 
 from constmem.core.files import write_text
 from constmem.core.registry import title_of as model_name
@@ -261,7 +262,9 @@ def place(path: Path, name: str, table: str) -> str:
 
 def documents() -> Iterator[tuple[Path, str, str]]:
     """Every table: the page it is on, its name there, and what it should say."""
-    docs, pages = ROOT / "docs", {"tables": learner_tables.TABLES, "predictions": prediction_tables.TABLES}
+    docs = ROOT / "docs"
+    pages = {"tables": learner_tables.TABLES, "predictions": prediction_tables.TABLES}
+    pages |= {"serving": serving_tables.TABLES}
     yield ROOT / "README.md", "measured", claims()
     yield docs / "performance.md", "measured", measured()
     for page, tables in pages.items():

@@ -167,14 +167,15 @@ class Observation(nn.Module):
         prepared = self.prepared(embed)
         if prepared.plans is None or state.value.shape[1:] != prepared.queries.shape:
             return None
-        found = kernels.update(prepared.plans, data, state.value, state.lse)
+        limit = checks.largest(data.dtype)
+        found = kernels.update(prepared.plans, data, state.value, state.lse, limit)
         if found is None:
             return None
         made = AttentionState(found.value, found.lse, state.count + 1, state.fingerprint)
         if found.numbers is None:
             finite = checks.surely_finite(data)
         else:
-            finite = checks.within(found.numbers(), checks.largest(data.dtype))
+            finite = checks.within(found.numbers(), limit)
         return made if finite else None  # asked last: a GPU is at work meanwhile
 
     def chunk(self) -> int:

@@ -72,8 +72,7 @@ class Plan:
         sizes = heads, weights.slots, channels
         content = _Plan(len(layers), *where, *sizes, *(t.data_ptr() for t in weights[:5]))
         self.pointer = ctypes.byref(content)
-        self.shape = sizes
-        self.weights = weights
+        self.shape, self.weights = sizes, weights
         self.halves = _halves()  # as is asked for now: settings that change get another plan
         self._kept = layers, parts  # what the addresses point to
 
@@ -197,11 +196,11 @@ def _laid(event: Event, plan: Plan, tasks: int) -> "array[int] | None":
 
 def update(
     plan: Plan, data: Float[Tensor, "b 1 i"] | Event, value: Float[Tensor, "b *h s c"],
-    lse: Float[Tensor, "b *h s"],
+    lse: Float[Tensor, "b *h s"], limit: float,
 ) -> tuple[Float[Tensor, "b *h s c"], Float[Tensor, "b *h s"]] | None:  # fmt: skip
     """States in float64 with one point, or event, more for each task: `observe` and `merge` in one call.
 
-    None where machine code cannot read them.
+    None where machine code cannot read them, or a number of a point is beyond the limit.
     """
     value, lse = value.contiguous(), lse.contiguous()
     event = _laid(data, plan, len(value)) if isinstance(data, Event) else None
@@ -210,12 +209,12 @@ def update(
         return None
     small = value.nbytes <= SMALLEST
     merged, merged_lse = torch.empty_like(value) if small else empty(*value.shape), torch.empty_like(lse)
-    run(
-        "update", plan.pointer, len(value), None if points is None else points.data_ptr(),
+    taken = run(
+        "update", plan.pointer, len(value), None if points is None else points.data_ptr(), limit,
         None if event is None else event.buffer_info()[0], value.data_ptr(), lse.data_ptr(),
         torch.get_num_threads(), merged.data_ptr(), merged_lse.data_ptr(),
     )  # fmt: skip
-    return merged, merged_lse
+    return (merged, merged_lse) if taken else None
 
 
 def merges(*tensors: Tensor) -> bool:
@@ -250,13 +249,14 @@ def usable() -> bool:
     return not traced() and library() is not None
 
 
-def run(function: str, *given: object) -> None:
-    """Call machine code that answers 0, or 1 where memory was short."""
+def run(function: str, *given: object) -> bool:
+    """Call machine code, and say whether it took what it was given. Where memory was short it answers 1."""
     found = library()
     if found is None:
         raise RuntimeError("there is no machine code: ask cpu.usable() first")
-    if getattr(found, function)(*given):
+    if (answer := getattr(found, function)(*given)) == 1:
         raise MemoryError(SHORT)
+    return bool(answer == 0)
 
 
 def empty(*shape: int) -> Float[Tensor, "..."]:

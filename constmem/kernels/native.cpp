@@ -184,10 +184,13 @@ int64_t merge(int64_t states, int64_t channels, const double* value, const doubl
 }
 
 // Each task's state with one point more, or one event: `observe_one` and `merge` without anything between them.
-int64_t update(const Plan* plan, int64_t tasks, const float* data, const Event* event, const double* value,
-               const double* lse, int64_t threads, double* merged, double* merged_lse) {
+// Answers 2 where a number of a point is beyond the limit, or is NaN.
+int64_t update(const Plan* plan, int64_t tasks, const float* data, double limit, const Event* event,
+               const double* value, const double* lse, int64_t threads, double* merged, double* merged_lse) {
+    const Plan& p = *plan;
+    for (long i = 0; data && i < tasks * p.widths[0]; i++)
+        if (!(std::fabs(data[i]) <= limit)) return 2;
     return guarded([&] {
-        const Plan& p = *plan;
         const long states = p.heads * p.slots, numbers = states * p.channels;
         const long several = std::min<long>(threads_for(tasks * numbers, threads), std::max<long>(1, tasks));
         const bool past = too_large_to_keep(merged, tasks * numbers) && p.channels % 8 == 0;

@@ -5,14 +5,36 @@
 #include "native_merge.h"
 #include "native_tile.h"
 
-// out = start + (sum over k of a[k] b[k, :]) for a row of `channels` numbers. Not inlined: among all else a point
-// needs, compilers run out of registers in this loop.
-__attribute__((noinline)) static void row_by(const float* a, const float* b, long k, const float* start, float* out,
-                                             long channels) {
-    for (long c = 0; c < channels; c += LANES) {
-        Vec sums[1][1] = {};
-        multiply<1, 1>(a, 0, 1, b + c, channels, k, sums);
-        store(out + c, start ? load(start + c) + sums[0][0] : sums[0][0]);
+constexpr int CHAINS_OF_ONE = 4;  // sums that go on side by side, to hide the latency of a multiply-add
+
+// out = start + (sum over k of a[k] b[k, :]) for several vectors of a row of `channels` numbers. Not inlined: among
+// all else a point needs, compilers run out of registers in this loop.
+__attribute__((noinline)) static void vectors_by(const float* a, const float* b, long k, const float* start, float* out,
+                                                 long channels) {
+    Vec sums[1][CHAINS_OF_ONE] = {};
+    multiply<1, CHAINS_OF_ONE>(a, 0, 1, b, channels, k, sums);
+    for (int v = 0; v < CHAINS_OF_ONE; v++)
+        store(out + v * LANES, start ? load(start + v * LANES) + sums[0][v] : sums[0][v]);
+}
+
+// The same for one vector, whose sum has parts.
+__attribute__((noinline)) static void vector_by(const float* a, const float* b, long k, const float* start, float* out,
+                                                long channels) {
+    Vec parts[CHAINS_OF_ONE] = {};
+    long i = 0;
+    for (; i + CHAINS_OF_ONE <= k; i += CHAINS_OF_ONE)
+        for (int j = 0; j < CHAINS_OF_ONE; j++) parts[j] += a[i + j] * load(b + (i + j) * channels);
+    for (; i < k; i++) parts[0] += a[i] * load(b + i * channels);
+    const Vec sum = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+    store(out, start ? load(start) + sum : sum);
+}
+
+static void row_by(const float* a, const float* b, long k, const float* start, float* out, long channels) {
+    constexpr long SEVERAL = CHAINS_OF_ONE * LANES;
+    for (long c = 0; c < channels;) {
+        const bool several = c + SEVERAL <= channels;
+        (several ? vectors_by : vector_by)(a, b + c, k, start ? start + c : nullptr, out + c, channels);
+        c += several ? SEVERAL : LANES;
     }
 }
 

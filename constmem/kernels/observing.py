@@ -8,7 +8,7 @@ CPU half a million bytes take microseconds, on a GPU it is one launch), or else 
 
 import threading
 from collections.abc import Callable, Sequence
-from math import prod
+from math import inf, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -77,7 +77,10 @@ def observe(
 
 
 class Updated(NamedTuple):
-    """States after an update; where a GPU copies the numbers of the points, what waits for these."""
+    """States after an update, and what gives those numbers of the points that are to be checked yet.
+
+    A GPU copies them; machine code has checked all; None where nobody has looked at any.
+    """
 
     value: Float[Tensor, "b *h s c"]
     lse: Float[Tensor, "b *h s"]
@@ -86,17 +89,17 @@ class Updated(NamedTuple):
 
 def update(
     plans: Plans, data: Float[Tensor, "b 1 i"] | Event, value: Float[Tensor, "b *h s c"],
-    lse: Float[Tensor, "b *h s"],
+    lse: Float[Tensor, "b *h s"], limit: float = inf,
 ) -> Updated | None:  # fmt: skip
-    """States in float64 with one point, or one event, more for each task."""
+    """States in float64 with one point, or one event, more for each task; of points within the limit."""
     ready = plans.cpu()
     if (data.table if isinstance(data, Event) else data).shape[-1] != plans.inputs:
         return None
     if ready is not None:
         fits = value.shape[1:].numel() == prod(ready.shape) and value.shape[:-1] == lse.shape
         doubles = value.dtype == lse.dtype == torch.float64
-        made = cpu.update(ready, data, value, lse) if fits and doubles else None
-        return None if made is None else Updated(*made, None)
+        made = cpu.update(ready, data, value, lse, limit) if fits and doubles else None
+        return None if made is None else Updated(*made, list)  # of none
     if isinstance(data, Event) or not 0 < data.shape[0] <= gpu.FEW or not gpu.usable(data.device):
         return None
     plan, latest = GPU.attempt(plans.gpu), Snapshot.latest()

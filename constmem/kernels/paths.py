@@ -31,7 +31,7 @@ _SIGNATURES = {
     "observe": [POINTER, NUMBER, NUMBER, *[POINTER] * 2, *[NUMBER] * 2, *[POINTER] * 2],
     "observe_one": [POINTER, NUMBER, POINTER, NUMBER, *[POINTER] * 2],
     "merge": [*[NUMBER] * 2, *[POINTER] * 3, NUMBER, POINTER, NUMBER, *[POINTER] * 2],
-    "update": [POINTER, NUMBER, *[POINTER] * 4, NUMBER, *[POINTER] * 2],
+    "update": [POINTER, NUMBER, POINTER, ctypes.c_double, *[POINTER] * 3, NUMBER, *[POINTER] * 2],
     "quantiles": [*[NUMBER] * 3, *[POINTER] * 4, NUMBER, POINTER],
     "gap_vectors": [*[NUMBER] * 3, *[POINTER] * 5],
     "turned": [*[NUMBER] * 4, *[POINTER] * 4],

@@ -1,0 +1,39 @@
+"""The table of the service and the store under load."""
+
+from collections.abc import Callable
+from typing import Any
+
+from event_tables import content
+
+
+def load() -> str:
+    """Requests and rows a second, how long the slowest waited, and what a long run holds."""
+    rows = {(r["part"], r.get("verb")): r for name in ("service", "store") for r in content(name)["rows"]}
+    soak = rows["soak", None]
+    assert not any(row.get("failed", 0) for row in rows.values())
+    held: list[float] = soak["resident_mb"]
+    lines = ["|  | a second | 99 % answered within |", "|---|---|---|"]
+    for verb, name in (("observe", "observe, one row"), ("predict", "predict, one target")):
+        full, half = rows[verb, None], rows["half", verb]
+        waits = f"{_ms(full)}; at {half['rate']:,} a second {_ms(half)}"
+        lines.append(f"| {name} | {full['requests_a_second']:,} | {waits} |")
+    bulk, redis = rows["bulk", None], rows["redis", None]
+    each = f"bulk, {bulk['rows_a_request']:,} rows a request"
+    lines.append(f"| {each} | {bulk['points_a_second']:,} rows | {_ms(bulk)} |")
+    mixed = f"{soak['requests']:,} requests, half of them observes, half predicts"
+    last = f"{soak['worst_p99_ms']:.0f} ms, of the slowest hundredth"
+    lines.append(f"| {mixed} | {soak['requests_a_second']:,} | {last} |")
+    made, changed = rows["fill", None]["streams_a_second"], rows["read-modify-write", None]["rows_a_second"]
+    lines.append(f"| a store of {redis['held']:,} streams, made | {made:,} | |")
+    lines.append(f"| rows of random ones of them | {changed:,} | |")
+    lines.append(f"| the same from a Redis stream, exactly once | {redis['rows_a_second']:,} | |")
+    more = f"{held[len(held) // 2]:.0f} MB after half of them and {held[-1]:.0f} MB at the end"
+    closing = f"Of the {soak['requests']:,} requests none failed; the service held {more}."
+    return "\n".join([*lines, "", closing])
+
+
+def _ms(row: dict[str, Any]) -> str:
+    return f"{row['p99_ms']:.0f} ms"
+
+
+TABLES: dict[str, Callable[[], str]] = {"load": load}
