@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import sklearn
+import torch
 from record import RESULTS, provenance, save
 from sklearn.ensemble import HistGradientBoostingRegressor, RandomForestRegressor
 from sklearn.exceptions import ConvergenceWarning
@@ -33,6 +34,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from constmem import StreamingRegressor
+from constmem.evaluation import inside
 from constmem.tabular.answers import mixed_log_density, mixed_quantiles
 from constmem.tabular.inputs import frame_of
 
@@ -69,12 +71,32 @@ def closed_form(data: Data, seed: int) -> Row:
         **row,
         "nll": -float(made.log_density(x_test, y_test).mean()),
         **held,
+        **_by_share(made, x_test, y_test, rounding(y) / 2),
         **_without_shape(made, x_test, y_test),
         "seconds": answered - start,
         "seconds_learn": learned - start,
         "bytes": made.nbytes_,
         "bytes_saved": saved,
     }
+
+
+def rounding(y: Any) -> float:
+    """The smallest step between two targets: 1 of whole grades, next to nothing of a measurement."""
+    return float(np.diff(np.unique(y)).min())
+
+
+def _by_share(made: StreamingRegressor, x: Any, y: Any, half: float) -> Row:
+    """What intervals hold, where a target stands for all numbers that are rounded to it.
+
+    No interval can hold a part of a grade that has a third of the probability. So a target counts by the part
+    of its probability, from half a step below to half a step above, that lies inside the interval's levels.
+    """
+    answers, weights = made.learner_.answers(frame_of(x))
+    below, upto = (
+        torch.from_numpy(np.tensordot(weights, [a.cdf(y[:, None] + side) for a in answers], 1)[:, 0])
+        for side in (-half, half)
+    )
+    return {f"cover{p}_share": float(inside(below, upto, p / 100).mean()) for p in (50, 90)}
 
 
 def _without_shape(made: StreamingRegressor, x: Any, y: Any) -> Row:

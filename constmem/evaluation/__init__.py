@@ -180,7 +180,7 @@ def _bounds(dist: Distribution, y: Float[Tensor, "b m y"]) -> tuple[Tensor, Tens
     return (dist.below(y), upto) if isinstance(dist, LevelMixture) else (upto, upto)
 
 
-def _inside(below: Tensor, upto: Tensor, level: float) -> Tensor:
+def inside(below: Tensor, upto: Tensor, level: float) -> Tensor:
     """How much of a value is in the central interval of a level: all or nothing, unless F makes a step.
 
     Of a step it is the share that lies between (1 - level) / 2 and (1 + level) / 2. An interval of levels can
@@ -223,8 +223,8 @@ def _task_sums(task: Task, dist: Distribution, levels: int) -> Float[Tensor, "b 
     """For each task, sums over its targets."""
     real = torch.ones_like(task.xt[..., 0]) if task.mask_t is None else task.mask_t.float()
     each = real[..., None].expand_as(task.yt).double()
-    inside = map(partial(_inside, *_bounds(dist, task.yt)), LEVELS)
-    of_values = [(dist.mean - task.yt) ** 2, crps_of(dist, task.yt), *inside]
+    held = map(partial(inside, *_bounds(dist, task.yt)), LEVELS)
+    of_values = [(dist.mean - task.yt) ** 2, crps_of(dist, task.yt), *held]
     sums = [(each * values).sum((1, 2)) for values in of_values]
     point = task.point_log_likelihood(dist.log_prob(task.yt)).double()
     unknown = point.new_full(point.shape[:1], nan)

@@ -1,5 +1,7 @@
 """The baselines beside the learner: their scores are what scipy says of their predictions."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import tables_uci
@@ -39,3 +41,29 @@ def test_scores_of_normal_predictions_are_scipys() -> None:
 
 def test_a_gaussian_process_is_not_asked_for_too_many_rows() -> None:
     assert tables_uci.gaussian_process(smooth(tables_uci.MOST_ROWS + 100), 0) is None
+
+
+class Normal:
+    """A standard normal law of every row, as a learner answers it."""
+
+    def __init__(self) -> None:
+        self.learner_ = self
+
+    def answers(self, _: Any) -> tuple[list[Any], Any]:
+        return [self], np.ones(1)
+
+    def cdf(self, y: Any) -> Any:
+        return stats.norm.cdf(y)
+
+
+@pytest.mark.parametrize("step", [1e-6, 0.5, 2.0])
+def test_by_share_a_law_that_is_right_holds_its_level_however_targets_are_rounded(step: float) -> None:
+    y = np.random.default_rng(0).normal(size=40_000)
+    rounded = step * np.round(y / step)
+    held = tables_uci._by_share(Normal(), np.zeros((len(y), 1)), rounded, step / 2)  # type: ignore[arg-type]
+    assert held["cover50_share"] == pytest.approx(0.5, abs=0.01)
+    assert held["cover90_share"] == pytest.approx(0.9, abs=0.01)
+
+
+def test_the_step_of_rounded_targets_is_found() -> None:
+    assert tables_uci.rounding(np.array([3.0, 5.0, 5.0, 4.5])) == 0.5
