@@ -43,7 +43,7 @@ attack: $(VENV)/.dev  ## damaged files, odd calls, kills, races and limits; line
 store-attack: $(VENV)/.dev  ## a thousand kills of store, consumers and service, and odd requests: twelve minutes
 	$(BIN)/python -m pytest -m attack tests/attack/test_stores.py $(ARGS)
 
-slow-test: $(VENV)/.dev  ## the GPU's kernels interpreted, ONNX and Ray, compiled losses of every model, a short attack: three minutes
+slow-test: $(VENV)/.docs  ## the GPU's kernels interpreted, ONNX and Ray, compiled losses of every model, the site, a short attack: four minutes
 	$(BIN)/python -m pytest $(HALVES) -m "slow and not gpu" $(ARGS)
 
 wheel-test: $(VENV)/.dev  ## build wheel and sdist, install both in clean environments, run the demo there

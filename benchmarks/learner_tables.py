@@ -34,15 +34,17 @@ def uci() -> str:
         "NLL",
         "with Student's t alone",
         "MC-dropout's",
-        "in 50 %",
-        "in 90 %",
+        "in 50 % (by share)",
+        "in 90 % (by share)",
         "splits",
     )
     lines, ratios = [list(heads), ["---"] * len(heads)], {}
     for table, published in DROPOUT.items():
         rmse = [mean(table, method, "rmse") for method in ("closed form", *others)]
         ratios[table] = rmse[0] / rmse[1]
-        inside = [f"{100 * mean(table, 'closed form', key):.0f} %" for key in ("cover50", "cover90")]
+        counted = ("cover50", "cover50_share"), ("cover90", "cover90_share")
+        held = [[100 * mean(table, "closed form", key) for key in keys] for keys in counted]
+        inside = [f"{usual:.0f} % ({shared:.0f})" for usual, shared in held]
         lines.append([
             table, *("-" if isnan(number) else f"{number:.3g}" for number in rmse), f"{ratios[table]:.2f}",
             *(f"{mean(table, 'closed form', key):.2f}" for key in ("nll", "nll_student")), f"{published:.2f}",
