@@ -279,6 +279,17 @@ def test_a_saved_estimator_is_small_plain_and_refused_where_damaged(tmp_path) ->
     np.testing.assert_array_equal(StreamingRegressor.load(path).predict(x), estimator.predict(x))
 
 
+def test_settings_and_classes_that_are_numpys_are_saved(tmp_path) -> None:
+    x, y = classes(300)
+    size, warmup = np.array([64, 128])
+    numbers = np.array([*np.unique(y, return_inverse=True)[1]], object)  # each of them numpy's
+    estimator = StreamingClassifier(size=size, warmup=warmup).fit(x, numbers)
+    estimator.save(tmp_path / "model")
+    again = StreamingClassifier.load(tmp_path / "model")
+    assert again.get_params() == estimator.get_params()
+    np.testing.assert_array_equal(again.predict(x), estimator.predict(x))
+
+
 def test_pipelines_searches_clones_and_joblib_work() -> None:
     x, y = table(400)
     model = make_pipeline(StandardScaler(), StreamingRegressor(**SMALL))
