@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from sklearn.base import BaseEstimator
+from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
@@ -86,8 +87,8 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
                 raise ValueError(f"{name}={value!r}: a whole number of at least {least} is needed")
         seed = self.random_state
-        if seed is None or isinstance(seed, np.random.RandomState):
-            seed = int((seed or np.random.mtrand._rand).randint(2**31))
+        if not isinstance(seed, int | np.integer) or seed < 0:
+            seed = check_random_state(seed).randint(2**31)  # which refuses what is no seed
         return Learner(
             discrete=self._discrete, forgetting=Forgetting.of(self.forget), warmup=int(self.warmup),
             size=int(self.size or SIZE), seed=int(seed), pretrained=bool(getattr(self, "pretrained", False)),

@@ -226,6 +226,8 @@ def numbers_of(y: Any, rows: int) -> tuple[NDArray[np.float64], bool]:
         targets = np.asarray(given, np.float64)
     except (TypeError, ValueError) as error:
         raise ValueError(f"y must hold numbers ({error}): for classes use StreamingClassifier") from error
+    if not targets.size:
+        raise ValueError(f"y has shape {targets.shape}, of no targets: give one column for each target")
     bad = ~np.isfinite(targets)
     if bad.any():
         where = tuple(int(i) for i in np.argwhere(bad)[0])

@@ -73,6 +73,7 @@ BAD_TARGETS = {
     ),
     "text": ("regressor", lambda _: np.full(300, "x"), "use StreamingClassifier"),
     "huge": ("regressor", lambda y: np.where(np.arange(300) == 5, 1e200, y), r"y holds 1e\+200 in row 5"),
+    "none of a row": ("regressor", lambda _: np.zeros((300, 0)), "of no targets"),
     "dates": ("regressor", lambda _: np.full(300, "2024-01-01", "datetime64[D]"), "dates or durations"),
     "NA": ("classifier", lambda y: pd.Series(y, dtype="string").mask(np.arange(300) == 5), "NaN: row 5"),
     "dates for classes": ("classifier", lambda _: np.full(300, "2024-01-01", "M8[D]"), "y.astype"),
@@ -137,6 +138,12 @@ def test_an_estimator_that_has_seen_nothing_says_so(make, tmp_path) -> None:
 def test_options_that_make_no_sense_are_refused_when_used(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         StreamingRegressor(**options).fit([[0.0], [1.0]], [0, 1])
+
+
+@pytest.mark.parametrize("seed", ["x", -1, 1.5])
+def test_what_is_no_seed_is_refused(seed: object) -> None:
+    with pytest.raises(ValueError, match=r"cannot be used to seed|Seed must be between"):
+        StreamingRegressor(random_state=seed).fit([[0.0], [1.0]], [0, 1])
 
 
 MISMATCHED = {
