@@ -142,8 +142,9 @@ class StreamingClassifier(ClassifierMixin, StreamingEstimator):  # type: ignore[
         frame, labels = self._given(X, y)
         known = hasattr(self, "learner_")
         declared = self._declared if known else classes is not None
-        order = self._order if known else np.unique(labels if classes is None else np.asarray(classes))
-        if known and declared and classes is not None and {*np.unique(classes).tolist()} != {*order.tolist()}:
+        given = None if classes is None else np.unique(labels_of(classes, len(classes)))
+        order = self._order if known else np.unique(labels) if given is None else given
+        if known and declared and given is not None and {*given.tolist()} != {*order.tolist()}:
             raise ValueError(
                 f"classes={classes!r} is not the same as on last call to partial_fit, {order.tolist()}: give "
                 "the same ones, or none"

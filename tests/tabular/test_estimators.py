@@ -230,6 +230,10 @@ def test_declared_classes_are_all_there_are() -> None:
     with pytest.raises(ValueError, match="'d', which is none of the classes given at first"):
         estimator.partial_fit([[0.0]], ["d"])
     assert estimator.partial_fit([[0.0]], ["a"]).learner_.seen == 3
+    for given in (np.array(["b", "a"], object), pd.Series(["a", "b"]), ("a", "b")):
+        estimator = StreamingClassifier(**SMALL).partial_fit([[0.0], [1.0]], ["b", "b"], classes=given)
+        estimator.partial_fit([[0.0]], ["a"], classes=given)
+        assert estimator.classes_.tolist() == ["a", "b"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
