@@ -18,6 +18,7 @@ FEATURES = 128
 LAMBDAS = 1e-4, 1e-3, 1e-2, 0.1, 1.0  # noise over signal, as the learner in the prior may choose it
 SMALL = 0.05  # deviations of the target: what is left is shown as no less
 FAR = 8.0  # residuals beyond so many deviations are shown as that
+HUGE = 1e6  # deviations of the target: float32 holds what is left of it
 LEAST, MOST = 24, 1024  # rows of a table's context
 NOISES = 5  # normal, Student's t, skewed, two peaks, even
 
@@ -53,7 +54,7 @@ def _size(sigma: Tensor) -> Tensor:
 
 
 def _side_by_side(columns: Tensor, *channels: Tensor) -> Tensor:
-    return torch.cat([torch.stack(channels, -1), columns.clamp(-FAR, FAR)], -1)
+    return torch.cat([torch.stack(channels, -1).clamp(-HUGE, HUGE), columns.clamp(-FAR, FAR)], -1)
 
 
 def table_tasks(batch: int, *, generator: torch.Generator, rows: int = 512, targets: int = 128) -> Task:

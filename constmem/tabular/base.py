@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable
+from copy import copy
 from functools import wraps
 from threading import RLock
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_args
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from sklearn.base import BaseEstimator
+from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
@@ -85,8 +87,8 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
                 raise ValueError(f"{name}={value!r}: a whole number of at least {least} is needed")
         seed = self.random_state
-        if seed is None or isinstance(seed, np.random.RandomState):
-            seed = int((seed or np.random.mtrand._rand).randint(2**31))
+        if not isinstance(seed, int | np.integer) or seed < 0:
+            seed = check_random_state(seed).randint(2**31)  # which refuses what is no seed
         return Learner(
             discrete=self._discrete, forgetting=Forgetting.of(self.forget), warmup=int(self.warmup),
             size=int(self.size or SIZE), seed=int(seed), pretrained=bool(getattr(self, "pretrained", False)),
@@ -162,27 +164,26 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
             raise ValueError("an estimator cannot be merged with itself: its rows would count twice")
         first, second = sorted((self, other), key=id)  # or two that merge each other wait for ever
         with first._lock, second._lock:
-            learner = self.learner_ if hasattr(self, "learner_") else self._new_learner()
-            self._merge(learner, other)
-            self.learner_ = learner
+            learner = copy(self.learner_) if hasattr(self, "learner_") else self._new_learner()
+            self.learner_ = self._merge(learner, other)  # a copy: a refusal must not end our warm-up
             for name in ("n_features_in_", "feature_names_in_", *self._also):
                 if hasattr(other, name) and not hasattr(self, name):
                     setattr(self, name, getattr(other, name))
         return self
 
-    def _merge(self, learner: Learner, other: Any) -> None:
+    def _merge(self, learner: Learner, other: Any) -> Learner:
         learner.merge(other.learner_)
+        return learner
 
     @alone
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the estimator to one safetensors file, atomically."""
         check_is_fitted(self, "learner_")
         names = {name: list(getattr(self, name)) for name in _NAMES if hasattr(self, name)}
-        params = self.get_params(deep=False)
+        given = self.get_params(deep=False).items()
+        params = {name: value.item() if isinstance(value, np.generic) else value for name, value in given}
         if not isinstance(params["random_state"], int | type(None)):
             params["random_state"] = self.learner_.seed
-        if isinstance(params["forget"], np.number):
-            params["forget"] = params["forget"].item()
         about = {
             "class": type(self).__name__, "params": params, "forget": params["forget"],
             "features": self.n_features_in_, "names": names, **self._about(),

@@ -102,7 +102,7 @@ def within_reach(numbers: NDArray[np.float64], gone: NDArray[np.bool_]) -> NDArr
     numbers = np.where(gone, 0.0, numbers)
     size = np.abs(numbers)
     if size.size and size.max() > FAR:
-        far = np.sign(numbers) * (FAR + np.log1p(np.maximum(size - FAR, 0)))
+        far = np.sign(numbers) * (FAR + np.log1p(np.clip(size - FAR, 0, np.finfo(np.float64).max)))
         return np.where(size > FAR, far, numbers)
     return numbers
 
@@ -190,7 +190,7 @@ class Columns:
         made = []
         for i, (name, kind) in enumerate(zip(names, frame.kinds, strict=True)):
             column = frame.values[:, i] if kind in ("number", "empty") else other_column(frame, i, kind)
-            made.append(FREEZE[kind](name, column))
+            made.append(FREEZE["empty" if missing(column).all() else kind](name, column))
         return Columns(tuple(made))
 
     @property
@@ -226,7 +226,8 @@ class Columns:
     def __call__(self, frame: Frame) -> NDArray[np.float64]:
         """The rows as standardised numbers, (n, width), none of them missing or infinite."""
         frame = self.matched(frame)
-        numbers = (frame.values[:, self._numbers] - self._centers) / self._scales
+        with np.errstate(over="ignore"):  # brought within reach, too
+            numbers = (frame.values[:, self._numbers] - self._centers) / self._scales
         gone = np.isnan(numbers)
         parts = [within_reach(numbers, gone), gone[:, self._absent]]
         for i, column in self._others:

@@ -19,6 +19,7 @@ Estimator = StreamingRegressor | StreamingClassifier
 Report = Callable[[int, int], None]  # how much is done, of how much
 SAMPLE = 4096  # rows of the whole file that columns and features are frozen by
 COVERAGE = 0.9  # of the intervals that are scored
+ROUNDING = 1e-12  # of the mean square: less is no spread
 TASKS = ("auto", "regression", "classification")
 
 
@@ -50,6 +51,12 @@ def fit_file(
     file = table_file(table)
     for name in (*targets, *ignore):
         place_of(name, file.names, file.path)
+    twice = sorted({name for name in targets if targets.count(name) > 1 or name in ignore})
+    if twice or not targets:
+        raise ValueError(
+            f"--target {','.join(targets)}: "
+            + (f"{twice[0]!r} is also in --ignore, or stands twice" if twice else "name a column to predict")
+        )
     kinds = {name: kind for name, kind in file.kinds().items() if name not in ignore}
     if not set(kinds) - set(targets):
         raise ValueError(f"{table}: no columns are left to predict {', '.join(targets)} from")
@@ -106,13 +113,13 @@ def score_file(model: Path, table: Path, *, report: Report) -> Outcome:
     estimator = load_model(model)
     file = table_file(table)
     kinds, outcome = _kinds(estimator, file, targets=True), Outcome(task=_task(estimator))
-    totals: dict[str, float] = {}
+    totals: dict[str, Any] = {}
     for chunk, x, y in _whole(estimator, file, kinds, outcome):
         for name, value in _sums(estimator, x, y).items():
             totals[name] = totals.get(name, 0.0) + value
         report(chunk.done, file.total)
     _some(outcome.rows, table)
-    outcome.scores = _scores(totals, outcome.rows)
+    outcome.scores = _scores({name: total / outcome.rows for name, total in totals.items()})
     return outcome
 
 
@@ -240,8 +247,8 @@ def _predictions(
     return made
 
 
-def _sums(estimator: Estimator, x: dict[str, NDArray[Any]], y: NDArray[Any]) -> dict[str, float]:
-    """Sums over rows that scores are made of."""
+def _sums(estimator: Estimator, x: dict[str, NDArray[Any]], y: NDArray[Any]) -> dict[str, Any]:
+    """Sums over rows that scores are made of; some are of each target."""
     if isinstance(estimator, StreamingClassifier):
         chances = estimator.predict_proba(x)
         place = {label: i for i, label in enumerate(estimator.classes_.tolist())}
@@ -256,21 +263,22 @@ def _sums(estimator: Estimator, x: dict[str, NDArray[Any]], y: NDArray[Any]) -> 
     ends = estimator.predict_interval(x, COVERAGE)
     inside = (y >= ends[..., 0]) & (y <= ends[..., 1])
     count = y.size / len(y)
+    near = y.reshape(len(y), -1) - estimator.learner_.center  # or rounding is all that is left of r2
     return {
-        "squares": float(((y - mean) ** 2).sum()) / count,
+        "squares": ((y - mean) ** 2).reshape(len(y), -1).sum(0),
         "mean_absolute_error": float(np.abs(y - mean).sum()) / count,
         "negative_log_likelihood": -float(density.sum()) / count,
         "held_by_90_percent_intervals": float(inside.sum()) / count,
-        "y": float(y.sum()) / count,
-        "y squared": float((y**2).sum()) / count,
+        "y": near.sum(0),
+        "y squared": (near**2).sum(0),
     }
 
 
-def _scores(totals: dict[str, float], rows: int) -> dict[str, float]:
-    means = {name: total / rows for name, total in totals.items()}
+def _scores(means: dict[str, Any]) -> dict[str, float]:
     if "squares" not in means:
         return means
     squares, y, y2 = (means.pop(name) for name in ("squares", "y", "y squared"))
     spread = y2 - y**2
-    r2 = {"r2": 1 - squares / spread} if spread > 0 else {}
-    return {"rmse": sqrt(squares), **r2, **means}
+    told = bool((spread > ROUNDING * y2).all())  # else a target is constant
+    r2 = {"r2": float((1 - squares / spread).mean())} if told else {}  # as scikit-learn's, of each target
+    return {"rmse": sqrt(float(squares.mean())), **r2, **means}

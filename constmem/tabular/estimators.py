@@ -2,6 +2,7 @@
 # ruff: noqa: N803 - X is scikit-learn's name
 
 import warnings
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from constmem.tabular.answers import Numbers, mixed_deviation, mixed_mean, mixed
 from constmem.tabular.base import StreamingEstimator, alone
 from constmem.tabular.inputs import extended, frame_of, labels_of, numbers_of, one_hot
 from constmem.tabular.learner import Learner
+
+LARGEST = 1e100  # of targets: far below what cannot be squared and summed
 
 
 class StreamingRegressor(RegressorMixin, StreamingEstimator, Numbers):  # type: ignore[misc]
@@ -69,15 +72,21 @@ class StreamingRegressor(RegressorMixin, StreamingEstimator, Numbers):  # type: 
         """Learn more rows; those of a warm-up are kept until columns and features are frozen by them."""
         frame, targets, flat = self._given(X, y)
         learner = self.learner_ if hasattr(self, "learner_") else self._new_learner()
-        if learner.targets and learner.targets != targets.shape[1]:
-            raise ValueError(f"y has {targets.shape[1]} targets, but {learner.targets} were learned before")
+        _require_as_many(learner, targets.shape[1], "y has")
         self._take(learner, frame, targets, freeze=False)
         self._flat = getattr(self, "_flat", flat)
         return self
 
     def _given(self, X: Any, y: Any) -> tuple[Any, NDArray[np.float64], bool]:
         frame = frame_of(X)
-        return frame, *numbers_of(y, len(frame))
+        targets, flat = numbers_of(y, len(frame))
+        if (far := np.abs(targets) > LARGEST).any():
+            row, place = (int(i) for i in np.argwhere(far)[0])
+            raise ValueError(
+                f"y holds {targets[row, place]} in row {row}: beyond {LARGEST:g}, sums of squares may be "
+                "infinite; leave the row out, or give y in another unit, or its logarithm"
+            )
+        return frame, targets, flat
 
     @alone
     def predict(self, X: Any, return_std: bool = False) -> Any:
@@ -93,10 +102,15 @@ class StreamingRegressor(RegressorMixin, StreamingEstimator, Numbers):  # type: 
         """Undo having learned these rows, exactly; refuses rows that cannot have been learned."""
         check_is_fitted(self)
         frame, targets, _ = self._given(X, y)
+        _require_as_many(self.learner_, targets.shape[1], "y has")
         self.learner_.remove(frame, targets)
         return self
 
     _also = ("_flat",)
+
+    def _merge(self, learner: Learner, other: Any) -> Learner:
+        _require_as_many(learner, other.learner_.targets, "the other estimator learned")
+        return super()._merge(learner, other)
 
     def _about(self) -> dict[str, Any]:
         return {"flat": self._flat}
@@ -128,7 +142,13 @@ class StreamingClassifier(ClassifierMixin, StreamingEstimator):  # type: ignore[
         frame, labels = self._given(X, y)
         known = hasattr(self, "learner_")
         declared = self._declared if known else classes is not None
-        order = self._order if known else np.unique(labels if classes is None else np.asarray(classes))
+        given = None if classes is None else np.unique(labels_of(classes, len(classes)))
+        order = self._order if known else np.unique(labels) if given is None else given
+        if known and declared and given is not None and {*given.tolist()} != {*order.tolist()}:
+            raise ValueError(
+                f"classes={classes!r} is not the same as on last call to partial_fit, {order.tolist()}: give "
+                "the same ones, or none"
+            )
         wider = extended(order, labels)
         if declared and len(wider) > len(order):
             raise ValueError(
@@ -185,15 +205,18 @@ class StreamingClassifier(ClassifierMixin, StreamingEstimator):  # type: ignore[
 
     _also = ("_order", "_declared", "classes_")
 
-    def _merge(self, learner: Learner, other: Any) -> None:
+    def _merge(self, learner: Learner, other: Any) -> Learner:
         order = extended(self._order, other._order) if hasattr(self, "_order") else other._order
         places = [order.tolist().index(label) for label in other._order.tolist()]
         its = other.learner_.arranged(places, len(order))
         if learner.seen or learner.frozen:
             learner.refuse_unlike(its)
-            learner.widen(len(order))
+            if len(order) > learner.targets:
+                learner = deepcopy(learner)  # or a refusal would leave us classes without a name
+                learner.widen(len(order))
         learner.merge(its)
         self._order, self.classes_ = order, np.sort(order)
+        return learner
 
     def _about(self) -> dict[str, Any]:
         return {"order": self._order.tolist(), "dtype": self._order.dtype.str, "declared": self._declared}
@@ -201,3 +224,10 @@ class StreamingClassifier(ClassifierMixin, StreamingEstimator):  # type: ignore[
     def _restore(self, about: dict[str, Any]) -> None:
         self._order = np.array(about["order"], dtype=about["dtype"])
         self._declared, self.classes_ = bool(about["declared"]), np.sort(self._order)
+
+
+def _require_as_many(learner: Learner, targets: int, whose: str) -> None:
+    if learner.targets and learner.targets != targets:
+        raise ValueError(
+            f"{whose} {targets} targets, but {learner.targets} were learned before: give the same ones"
+        )

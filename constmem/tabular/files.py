@@ -125,18 +125,19 @@ def _parsed(column: Sequence[str], kind: Kind, where: str, first: int) -> NDArra
         if kind == "number":
             made.append(TRUTH[word.lower()] if word.lower() in TRUTH else float(word))
         elif kind == "date":
-            made.append(_moment(word))
+            made.append(_moment(word, f"{where}{first + i + 1}: "))
         else:
             made.append(np.datetime64("NaT"))
     return np.array(made, np.float64 if kind == "number" else MOMENT)
 
 
-def _moment(word: str) -> np.datetime64:
+def _moment(word: str, where: str) -> np.datetime64:
     try:
         when = datetime.fromisoformat(word)
-    except ValueError as error:
-        raise ValueError(f"{word!r} looks like a date, but is none: {error}") from error
-    return np.datetime64(when.astimezone(UTC).replace(tzinfo=None) if when.tzinfo else when, "us")
+        when = when.astimezone(UTC).replace(tzinfo=None) if when.tzinfo else when
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{where}{word!r} looks like a date, but is none: {error}") from error
+    return np.datetime64(when, "us")
 
 
 class ParquetTable:
@@ -184,9 +185,9 @@ def _arrow_column(column: Any, kind: Kind) -> NDArray[Any]:
     import pyarrow as arrow
 
     if kind == "number":
-        return np.asarray(column.cast(arrow.float64()).to_numpy(zero_copy_only=False))
+        return np.asarray(column.cast(arrow.float64(), safe=False).to_numpy(zero_copy_only=False))
     if kind == "date":
-        moments = column.cast(arrow.timestamp("us", tz=getattr(column.type, "tz", None)))
+        moments = column.cast(arrow.timestamp("us", tz=getattr(column.type, "tz", None)), safe=False)
         return np.asarray(moments.cast(arrow.timestamp("us")).to_numpy(zero_copy_only=False), MOMENT)
     if kind == "empty" and not arrow.types.is_null(column.type):
         raise ValueError(f"a column of type {column.type} can be no input: leave it out by --ignore")

@@ -26,6 +26,11 @@ def frame_of(x: Any) -> Frame:
         raise ValueError(_reshape(x.to_numpy()))
     if isinstance(x, Mapping):
         columns = [(name, values) for name, values in x.items()]
+        for name, values in columns:
+            if isinstance(values, str) or not hasattr(values, "__len__"):
+                raise ValueError(
+                    f"column {name!r} is {values!r}, no list: give [{values!r}] for a single row"
+                )
         lengths = {len(values) for _, values in columns}
         if len(lengths) > 1:
             raise ValueError(f"columns have different lengths {sorted(lengths)}: every row needs all of them")
@@ -215,10 +220,14 @@ def targets_of(y: Any, rows: int) -> NDArray[Any]:
 def numbers_of(y: Any, rows: int) -> tuple[NDArray[np.float64], bool]:
     """Finite numbers to predict, (rows, targets), and whether they came as (rows,)."""
     given = targets_of(y, rows)
+    if given.dtype.kind in "Mm":
+        raise ValueError("y holds dates or durations: give numbers, as days or seconds since some moment")
     try:
         targets = np.asarray(given, np.float64)
     except (TypeError, ValueError) as error:
         raise ValueError(f"y must hold numbers ({error}): for classes use StreamingClassifier") from error
+    if not targets.size:
+        raise ValueError(f"y has shape {targets.shape}, of no targets: give one column for each target")
     bad = ~np.isfinite(targets)
     if bad.any():
         where = tuple(int(i) for i in np.argwhere(bad)[0])
@@ -235,12 +244,18 @@ def labels_of(y: Any, rows: int) -> NDArray[Any]:
     labels = targets_of(y, rows)
     if labels.dtype.kind == "S":
         raise TypeError("y holds bytes, not text: decode them, as in np.char.decode(y)")
+    if labels.dtype.kind in "Mm":
+        raise ValueError("y holds dates or durations, not classes: give text, as y.astype(str)")
     if labels.dtype.kind == "O":
-        absent = [row for row, v in enumerate(labels.ravel()) if v is None or v != v]
+        absent = [row for row, v in enumerate(labels.ravel()) if _absent(v) or v != v]
         if absent:
             raise ValueError(f"Input y contains NaN: row {absent[0]} has no class; leave such rows out")
-        if all(isinstance(v, str) for v in labels.ravel()):
-            labels = labels.astype(str)
+        text = [isinstance(v, str) for v in labels.ravel()]
+        odd = [v for v in labels.ravel() if not isinstance(v, str | numbers.Real | np.bool_)]
+        if odd or (any(text) and not all(text)):
+            held = f"{type(odd[0]).__name__} {odd[0]!r}" if odd else "text and numbers"
+            raise ValueError(f"y holds {held}: classes are text, or whole numbers; convert them to one kind")
+        labels = labels.astype(str) if any(text) else np.array(labels.tolist())  # which can be saved
     elif labels.dtype.kind == "f" and not np.isfinite(labels).all():
         row = int(np.flatnonzero(~np.isfinite(labels))[0])
         what = "NaN" if np.isnan(labels.ravel()[row]) else "infinity"

@@ -68,10 +68,8 @@ class Trace:
 
     def fold(self, x: Float[Tensor, "n d"], phi: Float[Tensor, "n p"], y: Float[Tensor, "n k"]) -> None:
         """Take rows into the moments, the oldest first."""
-        n, weight = len(y), None
-        state = self.moments
+        n, weight, noise, state = len(y), None, None, self.moments
         self._since += n
-        noise = None
         if self._posterior is not None and hold(n, self._since, self._searched):
             self._extend(self._posterior, phi, y)
             noise = self._correction.noise(self._posterior, self.half_life)
@@ -101,14 +99,17 @@ class Trace:
                 self.held.appendleft((x[excess:], y[excess:]))
             excess -= len(y)
         self._removed += sum(len(y) for _, y in gone)
-        if self._removed > max(window, RECENT):
-            self._removed = 0
-            self.moments = Moments.empty(self.moments.width, self.moments.targets)
+        anew = self._removed > max(window, RECENT)
+        if gone and not anew:
+            x, y = (torch.cat(parts) for parts in zip(*gone, strict=True))
+            try:
+                self.moments = self.moments.remove(Moments.observe(self.features(x), y))
+            except ValueError:  # so few rows are left that rounding shows
+                anew = True
+        if anew:
+            self._removed, self.moments = 0, Moments.empty(self.moments.width, self.moments.targets)
             for x, y in self.held:
                 self.moments = self.moments.merge(Moments.observe(self.features(x), y))
-        elif gone:
-            x, y = (torch.cat(parts) for parts in zip(*gone, strict=True))
-            self.moments = self.moments.remove(Moments.observe(self.features(x), y))
 
     def widen(self, targets: int) -> None:
         """Take more targets; of the rows so far they were zero."""
@@ -265,8 +266,7 @@ class _Correction:
         """Change of the weights."""
         if self._weights is None or self._weights[0] != self.count:
             change = self.rows[: self.count].mT @ self.errors[: self.count]
-            made = torch.linalg.solve_triangular(base.factor.mT, change, upper=True)
-            self._weights = self.count, made
+            self._weights = self.count, torch.linalg.solve_triangular(base.factor.mT, change, upper=True)
         return self._weights[1]
 
 

@@ -1,6 +1,8 @@
 """What is wrong with the input is named, and the old state stays usable."""
 
+import warnings
 from copy import deepcopy
+from datetime import date
 from functools import cache
 
 import numpy as np
@@ -58,6 +60,8 @@ BAD = {
         "base.spawn()",
     ),
     "itself": (lambda e, *_: e.merge(e), "with itself"),
+    "values for columns": (lambda e, *_: e.predict({"a": 1.0}), r"column 'a' is 1.0, no list: give \[1.0\]"),
+    "text for columns": (lambda e, *_: e.predict({"a": "ab"}), "column 'a' is 'ab', no list"),
 }
 BAD_TARGETS = {
     "missing": ("regressor", lambda y: np.where(np.arange(300) == 5, np.nan, y), "y contains NaN: row 5"),
@@ -68,6 +72,13 @@ BAD_TARGETS = {
         "y contains infinity: row 5",
     ),
     "text": ("regressor", lambda _: np.full(300, "x"), "use StreamingClassifier"),
+    "huge": ("regressor", lambda y: np.where(np.arange(300) == 5, 1e200, y), r"y holds 1e\+200 in row 5"),
+    "none of a row": ("regressor", lambda _: np.zeros((300, 0)), "of no targets"),
+    "dates": ("regressor", lambda _: np.full(300, "2024-01-01", "datetime64[D]"), "dates or durations"),
+    "NA": ("classifier", lambda y: pd.Series(y, dtype="string").mask(np.arange(300) == 5), "NaN: row 5"),
+    "dates for classes": ("classifier", lambda _: np.full(300, "2024-01-01", "M8[D]"), "y.astype"),
+    "objects": ("classifier", lambda _: pd.Series([date(2024, 1, 1)] * 300), "date datetime.date"),
+    "two kinds": ("classifier", lambda y: np.array([1, *y[1:]], object), "y holds text and numbers"),
     "no class": ("classifier", lambda y: np.where(np.arange(300) == 5, None, y), "y contains NaN: row 5"),
     "not a class": ("classifier", lambda _: np.linspace(0, 1, 300), "Unknown label type"),
     "numbers for names": ("classifier", lambda _: np.arange(300) % 3, "text and numbers do not mix"),
@@ -127,3 +138,76 @@ def test_an_estimator_that_has_seen_nothing_says_so(make, tmp_path) -> None:
 def test_options_that_make_no_sense_are_refused_when_used(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         StreamingRegressor(**options).fit([[0.0], [1.0]], [0, 1])
+
+
+@pytest.mark.parametrize("seed", ["x", -1, 1.5])
+def test_what_is_no_seed_is_refused(seed: object) -> None:
+    with pytest.raises(ValueError, match=r"cannot be used to seed|Seed must be between"):
+        StreamingRegressor(random_state=seed).fit([[0.0], [1.0]], [0, 1])
+
+
+MISMATCHED = {
+    "forgetting": {"forget": "auto"},
+    "a window": {"forget": "window:50"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", MISMATCHED)
+def test_a_merge_that_is_refused_does_not_end_a_warm_up(kind: str, case: str) -> None:
+    make, rows = KINDS[kind]
+    x, y = rows(300)
+    forget = "window:50" if case == "a window" else None
+    warm = make(**SMALL, forget=forget).partial_fit(x[:40], y[:40])
+    before = answers_of(warm, x)
+    with pytest.raises(ValueError, match=r"base\.spawn\(\)|cannot be merged"):
+        warm.merge(make(**SMALL, **MISMATCHED[case]).fit(x, y))
+    assert (warm.learner_.seen, warm.learner_.frozen) == (40, False)
+    np.testing.assert_array_equal(answers_of(warm, x), before)
+
+
+def test_a_merge_that_is_refused_leaves_a_classifier_its_classes() -> None:
+    x, y = KINDS["classifier"][1](300)
+    few = y != "high"
+    frozen = StreamingClassifier(**SMALL, forget="window:50").fit(x[few], y[few])
+    before = answers_of(frozen, x)
+    wider = frozen.spawn().partial_fit(x, y)
+    narrow = StreamingClassifier(**SMALL, forget="window:50").partial_fit(x[:50, :2], y[:50])
+    for other, message in ((wider, "cannot be merged"), (narrow, "X has 2 features")):
+        with pytest.raises(ValueError, match=message):
+            frozen.merge(other)
+        assert frozen.classes_.tolist() == ["low", "middle"]
+        np.testing.assert_array_equal(answers_of(frozen, x), before)
+
+
+@pytest.mark.parametrize("counts", [(40, 40), (300, 40), (40, 300)])
+def test_another_number_of_targets_is_not_merged_and_not_removed(counts: tuple[int, int]) -> None:
+    x, y = KINDS["regressor"][1](300)
+    one, two = (
+        StreamingRegressor(**SMALL).partial_fit(x[:n], t[:n])
+        for n, t in zip(counts, (y, np.stack([y, -y], 1)), strict=True)
+    )
+    before = answers_of(one, x)
+    for call in (lambda: one.merge(two), lambda: two.merge(one), lambda: two.remove(x[:5], y[:5])):
+        with pytest.raises(ValueError, match=r"learned before: give the same ones|warm-up of 256"):
+            call()
+    np.testing.assert_array_equal(answers_of(one, x), before)
+    assert (one.learner_.seen, two.learner_.seen) == counts
+
+
+def test_other_classes_than_at_first_are_refused() -> None:
+    model = StreamingClassifier(**SMALL).partial_fit([[0.0], [1.0]], ["a", "b"], classes=["a", "b"])
+    with pytest.raises(ValueError, match="not the same as on last call"):
+        model.partial_fit([[0.0], [1.0]], ["a", "b"], classes=["a", "b", "c"])
+    assert model.partial_fit([[0.0]], ["a"], classes=["b", "a"]).learner_.seen == 3
+
+
+@pytest.mark.parametrize("pretrained", [True, False])
+@pytest.mark.parametrize("value", [1e60, -1e100])
+def test_one_row_with_a_huge_target_leaves_a_state_that_answers(pretrained: bool, value: float) -> None:
+    x, y = KINDS["regressor"][1](300)
+    model = StreamingRegressor(**SMALL, pretrained=pretrained).fit(x, y).partial_fit(x[:1], [value])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # predictions there mean little, it says
+        assert np.isfinite(answers_of(model, x)).all()
+        assert np.isfinite(model.predict_interval(x)).all()

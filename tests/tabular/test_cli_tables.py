@@ -190,6 +190,31 @@ def test_rows_without_a_target_are_left_out_and_counted(tmp_path, run) -> None:
     assert "30 rows without a target" in warned
 
 
+def test_the_score_of_several_targets_is_scikit_learns_whatever_their_size(tmp_path, run) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(400, 2))
+    y = np.stack([x[:, 0] + rng.normal(size=400), 1e9 + x[:, 1] + 0.1 * rng.normal(size=400)], 1)
+    names = ["a", "b", "small", "large"]
+    table = _write(
+        tmp_path / "t.csv", [dict(zip(names, map(repr, r), strict=True)) for r in np.c_[x, y].tolist()]
+    )
+    assert run("fit", table, "--target", "small,large", "--out", tmp_path / "m", "--size", "64")[0] == 0
+    said = json.loads(run("score", tmp_path / "m", table, "--json")[1])
+    model = load_model(tmp_path / "m")
+    frame = dict(zip(names, x.T, strict=False))
+    assert said["r2"] == pytest.approx(model.score(frame, y), rel=1e-6)
+    assert said["rmse"] == pytest.approx(np.sqrt(np.mean((model.predict(frame) - y) ** 2)), rel=1e-6)
+
+
+def test_large_whole_numbers_and_nanoseconds_are_read_from_parquet(tmp_path, run) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    ids, moments = np.arange(200) + 2**60 + 1, np.arange(200) * 10**9 + 1
+    columns = {"id": ids, "when": pa.array(moments.astype("M8[ns]")), "price": np.arange(200) / 7}
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    assert run("fit", tmp_path / "t.parquet", "--target", "price", "--out", tmp_path / "m")[0] == 0
+    assert run("score", tmp_path / "m", tmp_path / "t.parquet")[0] == 0
+
+
 BAD = {
     "no such file": (["fit", "none.csv", "--target", "price", "--out", "m2"], "there is no file"),
     "no such target": (["fit", "houses.csv", "--target", "prize", "--out", "m2"], "no column 'prize'"),
@@ -215,6 +240,22 @@ BAD = {
         "column 'size', row 2: 'large' is not a number",
     ),
     "infinite": (["update", "model", "inf.csv"], "row 0 of column 'size' is inf"),
+    "no such day": (["update", "model", "day.csv"], "day.csv, column 'sold', row 1: '2024-02-30' looks like"),
+    "no such moment": (
+        ["update", "model", "end.csv"],
+        "column 'sold', row 1: '9999-12-31 23:59-05:00' looks",
+    ),
+    "a target left out": (
+        ["fit", "houses.csv", "--target", "price", "--ignore", "price", "--out", "m2"],
+        "'price' is also in --ignore",
+    ),
+    "a target twice": (["fit", "houses.csv", "--target", "price,price", "--out", "m2"], "or stands twice"),
+    "a target without a name": (["fit", "houses.csv", "--target", ",", "--out", "m2"], "name a column"),
+    "dates for classes": (
+        ["fit", "houses.csv", "--target", "sold", "--task", "classification", "--out", "m2"],
+        "y holds dates",
+    ),
+    "a huge target": (["update", "model", "huge.csv"], "y holds 1e+200 in row 0"),
     "quantiles": (
         ["predict", "model", "houses.csv", "--out", "p.csv", "--quantiles", "2"],
         "between 0 and 1",
@@ -239,6 +280,9 @@ def test_errors_are_one_clear_line_with_exit_code_two_and_change_nothing(
     Path("empty.csv").write_text("")
     Path("notes.txt").write_text("hello")
     Path("text.csv").write_text(f"{head}20,Ulm,2024-03-01,3\nlarge,Ulm,2024-03-01,3\n")
+    Path("day.csv").write_text(f"{head}20,Ulm,2024-02-30,3\n")
+    Path("end.csv").write_text(f"{head}20,Ulm,9999-12-31 23:59-05:00,3\n")
+    Path("huge.csv").write_text(f"{head}20,Ulm,2024-03-01,1e200\n")
     Path("inf.csv").write_text(f"{head}inf,Ulm,2024-03-01,3\n")
     before = model.read_bytes()
     words, message = BAD[case]

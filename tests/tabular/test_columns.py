@@ -120,6 +120,19 @@ def test_no_finite_number_is_too_large(values: list[float]) -> None:
     assert np.abs(x).max() <= FAR + 800
 
 
+def test_the_largest_numbers_stay_finite_where_the_warm_up_was_tiny() -> None:
+    columns = Columns.freeze(frame_of(np.array([[-1e-9], [1e-9]])))
+    x = columns(frame_of(np.array([[1.7e308], [-1.7e308]])))[:, 0]
+    np.testing.assert_allclose(x, [FAR + np.log(1.7976931348623157e308), -x[0]])
+
+
+def test_a_column_without_a_value_in_the_warm_up_is_empty_however_the_rows_come() -> None:
+    late = {"n": [NAN] * 4 + [5.0], "t": [None] * 4 + ["x"], "d": [None] * 4 + [date(2024, 1, 1)]}
+    at_once = frame_of(late).rows(0, 4)
+    first = frame_of({name: values[:4] for name, values in late.items()})
+    assert Columns.freeze(at_once) == Columns.freeze(first)
+
+
 def test_numbers_far_out_grow_like_their_logarithm() -> None:
     columns = Columns.freeze(frame_of(np.array([[-1.0], [1.0]])))
     x = columns(frame_of(np.array([[FAR], [FAR + 1], [-1e12]])))[:, 0]

@@ -230,6 +230,10 @@ def test_declared_classes_are_all_there_are() -> None:
     with pytest.raises(ValueError, match="'d', which is none of the classes given at first"):
         estimator.partial_fit([[0.0]], ["d"])
     assert estimator.partial_fit([[0.0]], ["a"]).learner_.seen == 3
+    for given in (np.array(["b", "a"], object), pd.Series(["a", "b"]), ("a", "b")):
+        estimator = StreamingClassifier(**SMALL).partial_fit([[0.0], [1.0]], ["b", "b"], classes=given)
+        estimator.partial_fit([[0.0]], ["a"], classes=given)
+        assert estimator.classes_.tolist() == ["a", "b"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -277,6 +281,17 @@ def test_a_saved_estimator_is_small_plain_and_refused_where_damaged(tmp_path) ->
     with pytest.raises(FileNotFoundError):
         StreamingRegressor.load(tmp_path / "none")
     np.testing.assert_array_equal(StreamingRegressor.load(path).predict(x), estimator.predict(x))
+
+
+def test_settings_and_classes_that_are_numpys_are_saved(tmp_path) -> None:
+    x, y = classes(300)
+    size, warmup = np.array([64, 128])
+    numbers = np.array([*np.unique(y, return_inverse=True)[1]], object)  # each of them numpy's
+    estimator = StreamingClassifier(size=size, warmup=warmup).fit(x, numbers)
+    estimator.save(tmp_path / "model")
+    again = StreamingClassifier.load(tmp_path / "model")
+    assert again.get_params() == estimator.get_params()
+    np.testing.assert_array_equal(again.predict(x), estimator.predict(x))
 
 
 def test_pipelines_searches_clones_and_joblib_work() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from constmem.tabular.answers import Answer, mixed_mean
 from constmem.tabular.echo import LIVES
+from constmem.tabular.estimators import StreamingRegressor
 from constmem.tabular.features import Features
 from constmem.tabular.forgetting import HORIZONS, Forgetting, Memory
 from constmem.tabular.precisions import RECENT
@@ -204,3 +205,17 @@ def test_streams_with_the_same_half_life_merge_and_windows_do_not() -> None:
 def test_what_forget_may_be_is_said(forget: object) -> None:
     with pytest.raises(ValueError, match=r"is none of: None .*window:1000"):
         Forgetting.of(forget)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 8])
+def test_a_window_of_few_rows_remembers_just_these(window: int) -> None:
+    random = np.random.default_rng(2)
+    x = random.normal(size=(600, 3))
+    y = x[:, 0] + np.sin(x[:, 1]) + 0.1 * random.normal(size=600)
+    model = StreamingRegressor(size=64, warmup=50, forget=f"window:{window}")
+    for start in range(0, 600, 3):
+        model.partial_fit(x[start : start + 3], y[start : start + 3])
+    fresh = model.spawn().partial_fit(x[-window:], y[-window:])
+    mine, its = (each.learner_.memory.tensors() for each in (model, fresh))
+    np.testing.assert_allclose(mine["0.gram"], its["0.gram"], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(mine["0.cross"], its["0.cross"], rtol=0, atol=1e-6)
