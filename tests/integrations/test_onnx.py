@@ -20,7 +20,7 @@ from constmem.neural_processes.points import Scales
 pytestmark = [pytest.mark.slow, pytest.mark.compiles]  # `make slow-test`
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
-from constmem.integrations.onnx_runner import Runner  # noqa: E402
+from constmem.integrations.onnx_runner import Runner, read, write  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "dim": 16,
@@ -215,6 +215,12 @@ def test_damaged_files_and_states_of_others_are_refused(model: CMANP, folder: Pa
             runner.load(path)
     path.write_bytes(content[:-9])
     with pytest.raises(ValueError, match="damaged"):
+        runner.load(path)
+    runner.save(path)
+    arrays, words = read(path, runner.about["state"])
+    words = {name: words[name] for name in ("format", "fingerprint")}
+    write(path, {name: t.astype(np.float32) if t.ndim > 1 else t for name, t in arrays.items()}, words)
+    with pytest.raises(ValueError, match="not kept in float64"):
         runner.load(path)
     state.signed("0123456789abcdef").save(path)
     with pytest.raises(ValueError, match="made by other weights"):

@@ -91,6 +91,8 @@ def test_observation_begins_with_the_first_event_where_nothing_else_is_said(
         stream.observe(times, marks)
         runner.observe(times, marks)
         same(runner, model, stream.state)
+        runner.observe([], [])  # no events are no news
+        same(runner, model, stream.state)
 
 
 def test_a_fork_goes_on_by_itself(folder: Path) -> None:

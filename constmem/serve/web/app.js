@@ -25,7 +25,9 @@ async function open(name) {
     const mine = button.id === `tab-${name}`;
     button.setAttribute("aria-selected", mine);
     button.tabIndex = mine ? 0 : -1;
-    document.getElementById(button.getAttribute("aria-controls")).hidden = !mine;
+    const panel = document.getElementById(button.getAttribute("aria-controls"));
+    if (mine && panel.hidden && opened[name]) say("");  // what was said is of the other tab
+    panel.hidden = !mine;
   }
   opened[name] ??= start(name);
   return opened[name];
