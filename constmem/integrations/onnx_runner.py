@@ -243,7 +243,7 @@ class EventRunner(Exported):
         after = np.asarray(gap, dtype=np.float64) + np.zeros(self.batch)
         if after.shape != (self.batch,) or not ((after >= 0) & (after < np.inf)).all():
             raise ValueError(f"gap must be finite and not negative, one or one for each stream, not {gap!r}")
-        return np.asarray(np.exp(self._run("marks", features=self.predict()["features"], gap=after)["log_prob"]))
+        return np.exp(self._run("marks", features=self.predict()["features"], gap=after)["log_prob"])
 
 
 def checksum_of(about: dict[str, Any]) -> str:
@@ -294,7 +294,7 @@ def read(path: Path, wanted: str) -> tuple[dict[str, Array], dict[str, str]]:
             for name, t in header.items()
         }
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged, or holds numbers of other kinds ({error}): save it again") from error
+        raise ValueError(f"{path} is damaged, or holds other numbers ({error}): save it again") from error
     if not all(np.isfinite(array).all() for array in state.values()):
         raise ValueError(f"{path} is damaged: it holds numbers that are not finite; save it again")
     return state, about
