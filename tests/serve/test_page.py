@@ -422,6 +422,20 @@ def test_a_tab_that_failed_is_tried_again_and_the_other_keeps_its_drawing(
     assert page.is_hidden("#alert")
 
 
+def test_a_model_that_fits_no_tab_is_named(site: tuple[Path, str], shown: Shown) -> None:
+    models = site[0] / "models"
+    (models / "emnist").rename(models / "kept")
+    shutil.copytree(models / "gp", models / "emnist")
+    try:
+        page = shown(tab=None)
+        page.wait_for_selector("#alert:not([hidden])")
+        wanted = "models/emnist holds a model from 1 to 1 numbers, but this tab needs one from 2 to 1"
+        assert wanted in page.inner_text("#alert")
+    finally:
+        shutil.rmtree(models / "emnist")
+        (models / "kept").rename(models / "emnist")
+
+
 def test_a_browser_without_simd_is_told_so(shown: Shown) -> None:
     page = shown(tab=None, script="WebAssembly.validate = () => false")
     page.wait_for_selector("#alert:not([hidden])")
@@ -451,4 +465,6 @@ def test_a_port_that_is_taken_is_answered_with_advice(tmp_path: Path) -> None:
 def test_tabs_of_others_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no tab 'cats'"):
         write_page(tmp_path, {"cats": "emnist"})
+    with pytest.raises(ValueError, match=r"gp has .* \(1, 1\), but the tab 'emnist' needs \(2, 1\)"):
+        write_page(tmp_path, {"emnist": "gp"})
     assert list(tmp_path.iterdir()) == []
