@@ -19,7 +19,7 @@ from uuid import uuid4
 import numpy as np
 import onnxruntime
 
-READS = "constmem.onnx of version 3"
+READS = "constmem.onnx of version 4"
 NOTHING = ""  # the fingerprint of a state that has seen nothing
 CHUNK = 1024  # points observed at once; never changes a result
 PROVIDERS, SLOWER = ["CPUExecutionProvider"], ["SkipLayerNormFusion"]  # slower than what it replaces
@@ -69,7 +69,7 @@ class Exported:
     @property
     def batch(self) -> int:
         """How many streams there are."""
-        return len(self.count)
+        return np.size(self.count)
 
     @property
     def nbytes(self) -> int:
@@ -179,8 +179,8 @@ class Runner(Exported):
         return {"matrix": matrix, "inverse": np.swapaxes(root, -1, -2) @ root, "log_det": log_det}
 
     def _points(self, name: str, given: Any) -> Array:
-        """Numbers as (batch, n, channels) in float64; refuses what is none, or not finite."""
-        dim = self.about["dim_y" if name == "y" else "dim_x"]
+        """Numbers as (batch, n, channels) in float64; refuses what is none, or too large."""
+        dim = len((reach := self.about["reach"][name[0]])[0])
         try:
             points = np.asarray(given, dtype=np.float64)
         except (TypeError, ValueError) as error:
@@ -190,8 +190,8 @@ class Runner(Exported):
         if points.ndim != 3 or points.shape[0] != self.batch or points.shape[2] != dim:
             here = f"{name} has shape {np.shape(given)}"
             raise ValueError(f"{here}, but (n, {dim}) of one stream is needed, or ({self.batch}, n, {dim})")
-        if not np.isfinite(points).all():
-            first = tuple(int(i) for i in np.argwhere(~np.isfinite(points))[0])
+        if not (good := (points >= reach[0]) & (points <= reach[1])).all():
+            first = tuple(int(i) for i in np.argwhere(~good)[0])
             raise ValueError(f"{name} holds {points[first]} at {first}: leave such points out")
         return points
 

@@ -103,6 +103,15 @@ def test_a_fork_goes_on_by_itself(folder: Path) -> None:
     assert (runner.count.tolist(), fork.count.tolist(), type(fork)) == ([1], [2], EventRunner)
 
 
+def test_twenty_thousand_single_events_stay_exact(model: CMHP, folder: Path) -> None:
+    start = torch.full((1,), 1e6, dtype=torch.float64)
+    runner, (times, marks) = EventRunner(folder, start=start), events(1, 20_000)
+    for i in range(20_000):
+        runner.observe(times[:, i : i + 1], marks[:, i : i + 1])
+    with torch.no_grad():
+        same(runner, model, model.update(model.empty(start), times, marks))
+
+
 @pytest.mark.parametrize("gap", [-1.0, float("nan"), [1.0, 2.0]])
 def test_marks_after_a_gap_that_is_none_are_refused(gap: Any, folder: Path) -> None:
     with pytest.raises(ValueError, match="gap must be"):
