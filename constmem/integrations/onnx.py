@@ -74,9 +74,7 @@ def export(model: Model, folder: str | os.PathLike[str], *, half: bool = False) 
     about |= {"model": model.name, "config": model.config, "fingerprint": model.fingerprint()}
     _write(out, work, about, half=half)
     if (out / "constmem_runner" / "onnx_table_runner.py").exists():
-        shutil.rmtree(
-            out / "constmem_runner"
-        )  # of a table that was exported here before: it would come first
+        shutil.rmtree(out / "constmem_runner")  # of a table exported here before: it would come first
     write_bytes(out / "constmem_runner.py", RUNNER.read_bytes())
     return out
 

@@ -308,6 +308,13 @@ def test_the_right_button_draws_nothing_and_a_tab_says_nothing_of_the_other(show
     assert page.inner_text("#status") == ""
 
 
+def test_the_open_tab_shows_where_colours_are_forced(shown: Shown) -> None:
+    page = shown()
+    page.emulate_media(forced_colors="active")
+    width = "(name) => getComputedStyle(document.getElementById(`tab-${name}`)).borderTopWidth"
+    assert [page.evaluate(width, name) for name in ("digit", "curve")] == ["3px", "1px"]
+
+
 def test_keys_alone_are_enough(shown: Shown) -> None:
     page = shown()
     page.focus('[data-id="seen"]')
