@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.export import Dim
 
 from constmem.core.algebra import EMPTY
-from constmem.core.checks import extra
+from constmem.core.checks import extra, largest
 from constmem.core.files import write_bytes, write_text
 from constmem.core.moments import Moments
 from constmem.integrations import onnx_verbs as verbs
@@ -28,7 +29,7 @@ from constmem.tabular.forgetting import TRUST, Forgetting
 from constmem.tabular.learner import Learner
 from constmem.tabular.residuals import shipped
 
-FORMAT, VERSION = "constmem.onnx", 3
+FORMAT, VERSION = "constmem.onnx", 4
 RUNNER = Path(__file__).with_name("onnx_runner.py")
 PARTS = (
     "integrations/onnx_table_runner",
@@ -72,6 +73,8 @@ def export(model: Model, folder: str | os.PathLike[str], *, half: bool = False) 
     work, about = _of_points(model) if isinstance(model, CMANP) else _of_events(model)
     about |= {"model": model.name, "config": model.config, "fingerprint": model.fingerprint()}
     _write(out, work, about, half=half)
+    if (out / "constmem_runner" / "onnx_table_runner.py").exists():
+        shutil.rmtree(out / "constmem_runner")  # of a table exported here before: it would come first
     write_bytes(out / "constmem_runner.py", RUNNER.read_bytes())
     return out
 
@@ -158,7 +161,18 @@ def _of_points(model: CMANP) -> Works:
         read = [name for name in names if name not in ("slots.lse", "count")]
         own = ([blank[name].clone() for name in read], *solved), (held[2:], *({0: b} for _ in solved))
         work["read"] = (verbs.ReadMoments(model), *own, [*read, *asked], given)
-    return work, _about("points", empty) | {"dim_x": model.dim_x, "dim_y": model.dim_y}
+    return work, _about("points", empty) | {"dim_y": model.dim_y, "reach": _reach(model)}
+
+
+def _reach(model: CMANP) -> dict[str, list[list[float]]]:
+    """The least and the largest number of each channel that the library takes: float32 holds its square."""
+    most, made = largest(torch.float32), {}
+    for side, dim in (("x", model.dim_x), ("y", model.dim_y)):
+        mean, std = torch.zeros(dim).double(), torch.ones(dim).double()
+        if model.scales is not None:
+            mean, std = (getattr(model.scales, f"{side}_{part}") for part in ("mean", "std"))
+        made[side] = [(mean - most * std).tolist(), (mean + most * std).tolist()]
+    return made
 
 
 def _of_events(model: CMHP) -> Works:

@@ -19,11 +19,11 @@ from uuid import uuid4
 import numpy as np
 import onnxruntime
 
-READS = "constmem.onnx of version 3"
+READS = "constmem.onnx of version 4"
 NOTHING = ""  # the fingerprint of a state that has seen nothing
 CHUNK = 1024  # points observed at once; never changes a result
 PROVIDERS, SLOWER = ["CPUExecutionProvider"], ["SkipLayerNormFusion"]  # slower than what it replaces
-NUMBERS = {"F64": np.float64, "I64": np.int64}
+NUMBERS = {"F64": np.float64, "F32": np.float32, "I64": np.int64}
 BLANK = b"0" * 64  # where a checksum will be
 Array = np.ndarray[Any, Any]
 
@@ -69,7 +69,7 @@ class Exported:
     @property
     def batch(self) -> int:
         """How many streams there are."""
-        return len(self.count)
+        return np.size(self.count)
 
     @property
     def nbytes(self) -> int:
@@ -96,9 +96,10 @@ class Exported:
                 f"{path} was made by other weights (fingerprint {fingerprint}, these "
                 f"{self.about['fingerprint']}): float16 weights count as others; observe the points again"
             )
-        shapes = {name: (*np.shape(state.get("count", 0)), *t.shape[1:]) for name, t in self.state.items()}
-        if {name: array.shape for name, array in state.items()} != shapes:
-            raise ValueError(f"{path} is of another model, or damaged: its shapes are not {shapes}")
+        batch = np.shape(state.get("count", 0))
+        wanted = {name: (t.dtype.name, *batch, *t.shape[1:]) for name, t in self.state.items()}
+        if {name: (array.dtype.name, *array.shape) for name, array in state.items()} != wanted:
+            raise ValueError(f"{path} is of another model, or was not kept in float64: it is not {wanted}")
         self._set(state)
 
     def _set(self, state: dict[str, Array]) -> None:
@@ -178,8 +179,8 @@ class Runner(Exported):
         return {"matrix": matrix, "inverse": np.swapaxes(root, -1, -2) @ root, "log_det": log_det}
 
     def _points(self, name: str, given: Any) -> Array:
-        """Numbers as (batch, n, channels) in float64; refuses what is none, or not finite."""
-        dim = self.about["dim_y" if name == "y" else "dim_x"]
+        """Numbers as (batch, n, channels) in float64; refuses what is none, or too large."""
+        dim = len((reach := self.about["reach"][name[0]])[0])
         try:
             points = np.asarray(given, dtype=np.float64)
         except (TypeError, ValueError) as error:
@@ -189,8 +190,8 @@ class Runner(Exported):
         if points.ndim != 3 or points.shape[0] != self.batch or points.shape[2] != dim:
             here = f"{name} has shape {np.shape(given)}"
             raise ValueError(f"{here}, but (n, {dim}) of one stream is needed, or ({self.batch}, n, {dim})")
-        if not np.isfinite(points).all():
-            first = tuple(int(i) for i in np.argwhere(~np.isfinite(points))[0])
+        if not (good := (points >= reach[0]) & (points <= reach[1])).all():
+            first = tuple(int(i) for i in np.argwhere(~good)[0])
             raise ValueError(f"{name} holds {points[first]} at {first}: leave such points out")
         return points
 
@@ -216,8 +217,9 @@ class EventRunner(Exported):
     def observe(self, times: Any, marks: Any = None) -> None:
         """Observe events in order: (n,) of one stream, or (batch, n); marks of -1 are unknown."""
         when = np.atleast_2d(np.asarray(times, dtype=np.float64))
-        what = np.full(when.shape, 0 if self.about["num_marks"] == 1 else -1) if marks is None else marks
-        what = np.atleast_2d(np.asarray(what))
+        if marks is None or when.size == np.size(marks) == 0:
+            marks = np.full(when.shape, 0 if self.about["num_marks"] == 1 else -1)
+        what = np.atleast_2d(np.asarray(marks))
         if when.shape != what.shape or when.ndim != 2 or len(when) != self.batch:
             raise ValueError(f"times {when.shape} and marks {what.shape} must be of one shape, (batch, n)")
         if what.dtype.kind not in "iu" or not ((what >= -1) & (what < self.about["num_marks"])).all():
@@ -234,16 +236,14 @@ class EventRunner(Exported):
     def predict(self) -> dict[str, Array]:
         """The next gap as a mixture of log-normals (log_weights, loc, scale), its mean, and features."""
         made = self._run("predict")
-        each = made["log_weights"] + made["loc"] + 0.5 * made["scale"] ** 2
-        return made | {"mean": np.exp(each).sum(-1)}
+        return made | {"mean": np.exp(made["log_weights"] + made["loc"] + 0.5 * made["scale"] ** 2).sum(-1)}
 
     def mark_probabilities(self, gap: Any) -> Array:
         """Of every mark, (batch, marks), given that the next event comes after `gap`, one a stream."""
         after = np.asarray(gap, dtype=np.float64) + np.zeros(self.batch)
         if after.shape != (self.batch,) or not ((after >= 0) & (after < np.inf)).all():
             raise ValueError(f"gap must be finite and not negative, one or one for each stream, not {gap!r}")
-        found = self._run("marks", features=self.predict()["features"], gap=after)
-        return np.asarray(np.exp(found["log_prob"]))
+        return np.exp(self._run("marks", features=self.predict()["features"], gap=after)["log_prob"])
 
 
 def checksum_of(about: dict[str, Any]) -> str:
@@ -294,7 +294,7 @@ def read(path: Path, wanted: str) -> tuple[dict[str, Array], dict[str, str]]:
             for name, t in header.items()
         }
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged, or was not kept in float64 ({error}): save it again") from error
+        raise ValueError(f"{path} is damaged, or holds other numbers ({error}): save it again") from error
     if not all(np.isfinite(array).all() for array in state.values()):
         raise ValueError(f"{path} is damaged: it holds numbers that are not finite; save it again")
     return state, about

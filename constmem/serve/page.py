@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 WEB = Path(__file__).parent / "web"
 SUFFIXES = (".html", ".css", ".js", ".wasm")
 TABS = {"emnist": "emnist", "gp": "gp"}  # the folders that the page fetches weights from
+INPUTS = {"emnist": 2, "gp": 1}  # numbers that say where a pixel or point is; what is there is one number
 STEPS = 64  # that a row's deviation is long, at least: weights are whole numbers of steps, and compress well
 
 
@@ -33,6 +34,10 @@ def write_page(out: Path, models: Mapping[str, str | Path] | None = None) -> Pat
     if unknown := sorted(set(chosen) - set(TABS)):
         raise ValueError(f"the page has no tab {unknown[0]!r}: it has {', '.join(TABS)}")
     loaded = {tab: CMANP.from_pretrained(source) for tab, source in chosen.items()}  # refused before writing
+    for tab, model in loaded.items():
+        found = model.config["dim_x"], model.config["dim_y"]
+        if found != (wanted := (INPUTS[tab], 1)):
+            raise ValueError(f"{chosen[tab]} has (dim_x, dim_y) {found}, but the tab {tab!r} needs {wanted}")
     for path in sorted(WEB.iterdir()):
         if path.suffix in SUFFIXES:
             _copy(path, out / path.name)

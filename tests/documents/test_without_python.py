@@ -1,9 +1,17 @@
 """The figures of the page and of exported models are those of their committed rows."""
 
+import importlib
 import json
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import pytest
+
+from constmem import CMANP, CMHP, StreamingRegressor
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,6 +63,42 @@ def lines_of_onnx() -> list[str]:
         line("states off by, after 20,000 updates", lambda row: f"{row['state_off_by']:.0e}"),
         line("predictions off by", lambda row: f"{max(row['mean_off_by'], row['std_off_by']):.0e}"),
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+def test_the_examples_of_runners_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    from constmem.integrations.onnx import export
+
+    sizes: dict[str, Any] = {
+        "dim": 16,
+        "depth": 1,
+        "num_slots": 4,
+        "num_latents": 4,
+        "num_heads": 2,
+        "hidden": 12,
+    }
+    x = np.random.default_rng(0).uniform(-1, 1, (300, 2))
+    table = {"X": x, "y": x[:, 0]}
+    models: dict[str, tuple[Any, dict[str, Any]]] = {
+        "digits": (CMANP(dim_x=2, dim_y=1, **sizes), {"x": x, "y": x[:, :1], "xt": x}),
+        "visits": (CMHP(num_marks=3, **sizes), {}),
+        "prices": (StreamingRegressor(size=100).fit(x, table["y"]), table),
+    }
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "without-python.md").read_text()
+    for name, (model, given) in models.items():
+        monkeypatch.syspath_prepend(export(model, tmp_path / name))
+        for known in [known for known in sys.modules if known.startswith("constmem_runner")]:
+            monkeypatch.delitem(sys.modules, known)
+        (example,) = re.findall(
+            rf"^```py\n((?:(?!```).)*\(\"{name}\".*?)^```", text, re.MULTILINE | re.DOTALL
+        )
+        if name == "digits":
+            given["other"] = importlib.import_module("constmem_runner").Runner(name)
+        exec(example, given)
 
 
 def test_the_site_lists_every_page() -> None:

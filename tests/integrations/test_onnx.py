@@ -20,7 +20,7 @@ from constmem.neural_processes.points import Scales
 pytestmark = [pytest.mark.slow, pytest.mark.compiles]  # `make slow-test`
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
-from constmem.integrations.onnx_runner import Runner  # noqa: E402
+from constmem.integrations.onnx_runner import Runner, read, write  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "dim": 16,
@@ -194,6 +194,8 @@ def test_float16_weights_are_stored_so_and_cast_back(folder: Path) -> None:
         ([[1.0, 2.0, 3.0]], [[1.0]], r"x has shape \(1, 3\), but \(n, 2\)"),
         ([[1.0, float("nan")]], [[1.0]], r"x holds nan at \(0, 0, 1\)"),
         ([["a", "b"]], [[1.0]], "x must be numbers"),
+        ([[1.0, 2.0]], [[-1e30]], r"y holds -1e\+30 at \(0, 0, 0\)"),
+        ([[1e300, 2.0]], [[1.0]], r"x holds 1e\+300"),  # float32 would make infinity of it
     ],
 )
 def test_points_that_do_not_fit_are_refused(x: Any, y: Any, message: str, folder: Path) -> None:
@@ -216,6 +218,12 @@ def test_damaged_files_and_states_of_others_are_refused(model: CMANP, folder: Pa
     path.write_bytes(content[:-9])
     with pytest.raises(ValueError, match="damaged"):
         runner.load(path)
+    runner.save(path)
+    arrays, words = read(path, runner.about["state"])
+    words = {name: words[name] for name in ("format", "fingerprint")}
+    write(path, {name: t.astype(np.float32) if t.ndim > 1 else t for name, t in arrays.items()}, words)
+    with pytest.raises(ValueError, match="not kept in float64"):
+        runner.load(path)
     state.signed("0123456789abcdef").save(path)
     with pytest.raises(ValueError, match="made by other weights"):
         runner.load(path)
@@ -234,7 +242,7 @@ def test_damaged_files_and_states_of_others_are_refused(model: CMANP, folder: Pa
         Runner(tmp_path)
     about = json.loads((folder / "model.json").read_text())
     (tmp_path / "model.json").write_text(json.dumps({**about, "version": 9}))
-    with pytest.raises(ValueError, match=r"of version 9, not constmem\.onnx of version 3"):
+    with pytest.raises(ValueError, match=r"of version 9, not constmem\.onnx of version 4"):
         Runner(tmp_path)
     for name in about:
         left = {key: value for key, value in about.items() if key != name}

@@ -91,6 +91,8 @@ def test_observation_begins_with_the_first_event_where_nothing_else_is_said(
         stream.observe(times, marks)
         runner.observe(times, marks)
         same(runner, model, stream.state)
+        runner.observe([], [])  # no events are no news
+        same(runner, model, stream.state)
 
 
 def test_a_fork_goes_on_by_itself(folder: Path) -> None:
@@ -99,6 +101,15 @@ def test_a_fork_goes_on_by_itself(folder: Path) -> None:
     fork = runner.fork()
     fork.observe([9.0], [1])
     assert (runner.count.tolist(), fork.count.tolist(), type(fork)) == ([1], [2], EventRunner)
+
+
+def test_twenty_thousand_single_events_stay_exact(model: CMHP, folder: Path) -> None:
+    start = torch.full((1,), 1e6, dtype=torch.float64)
+    runner, (times, marks) = EventRunner(folder, start=start), events(1, 20_000)
+    for i in range(20_000):
+        runner.observe(times[:, i : i + 1], marks[:, i : i + 1])
+    with torch.no_grad():
+        same(runner, model, model.update(model.empty(start), times, marks))
 
 
 @pytest.mark.parametrize("gap", [-1.0, float("nan"), [1.0, 2.0]])

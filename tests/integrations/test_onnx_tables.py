@@ -1,5 +1,6 @@
 """Exported estimators say what the library's say, row for row; files go both ways."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from constmem import StreamingClassifier, StreamingRegressor
+from constmem import CMANP, StreamingClassifier, StreamingRegressor
 from constmem.cli import app
 from constmem.integrations.onnx import export
 
@@ -89,6 +90,7 @@ def both(exported: tuple[str, Path]) -> tuple[TableRunner, Any, Any]:
 def test_rows_that_come_one_by_one_or_many_at_once_are_learned_alike(exported: tuple[str, Path]) -> None:
     runner, estimator, target = both(exported)
     size, start = runner.nbytes, 0
+    assert runner.batch == 1
     x, y = table(sum(STEPS), 1)
     y = target(y)
     same(runner, estimator)
@@ -153,6 +155,26 @@ def test_the_runner_needs_onnxruntime_and_numpy_alone(exported: tuple[str, Path]
     where = exported[1] / "graphs"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=where, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "1\n", done.stderr
+
+
+def test_a_model_exported_over_a_table_brings_its_own_runner(
+    exported: tuple[str, Path], tmp_path: Path
+) -> None:
+    sizes: dict[str, Any] = {
+        "dim": 8,
+        "depth": 1,
+        "num_slots": 4,
+        "num_latents": 4,
+        "num_heads": 2,
+        "hidden": 8,
+    }
+    shutil.copytree(exported[1] / "graphs", tmp_path / "graphs")
+    export(CMANP(dim_x=1, dim_y=1, **sizes), tmp_path / "graphs")
+    code = "from constmem_runner import Runner; print(Runner('.').batch)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path / "graphs", capture_output=True, text=True, check=False
     )
     assert done.stdout == "1\n", done.stderr
 

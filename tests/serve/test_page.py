@@ -284,6 +284,37 @@ def test_a_click_removes_no_point_that_has_faded_away(shown: Shown) -> None:
     assert len(page.evaluate(CURVE)[0]) == 16
 
 
+def test_a_picture_stays_where_a_finger_aims_on_a_phone(shown: Shown) -> None:
+    page = shown(tab="curve", width=360)
+    places = set()
+    for said in ("Ready. Nothing you do here leaves this browser.", "Added.", "1000 points came; no more."):
+        page.evaluate("(text) => { document.getElementById('status').textContent = text; }", said)
+        places.add(page.locator('[data-id="plot"]').bounding_box()["y"])
+    assert len(places) == 1
+
+
+def test_the_right_button_draws_nothing_and_a_tab_says_nothing_of_the_other(shown: Shown) -> None:
+    page = shown(tab="curve")
+    for tab, name, script, before in (("curve", "plot", CURVE, 4), ("digit", "seen", DIGIT, 0)):
+        page.click(f"#tab-{tab}")
+        box = page.locator(f'[data-id="{name}"]').bounding_box()
+        page.mouse.move(box["x"] + 200, box["y"] + 20)
+        page.mouse.down(button="right")
+        page.mouse.move(box["x"] + 220, box["y"] + 40)
+        page.mouse.up(button="right")
+        assert len(page.evaluate(script)[0]) == before
+    page.click('[data-id="more"]')
+    page.click("#tab-curve")
+    assert page.inner_text("#status") == ""
+
+
+def test_the_open_tab_shows_where_colours_are_forced(shown: Shown) -> None:
+    page = shown()
+    page.emulate_media(forced_colors="active")
+    width = "(name) => getComputedStyle(document.getElementById(`tab-${name}`)).borderTopWidth"
+    assert [page.evaluate(width, name) for name in ("digit", "curve")] == ["3px", "1px"]
+
+
 def test_keys_alone_are_enough(shown: Shown) -> None:
     page = shown()
     page.focus('[data-id="seen"]')
@@ -346,8 +377,14 @@ def another_version(content: bytearray) -> bytearray:
         (
             "config.json",
             lambda content: content.replace(b'depth": 6', b'depth": 7'),
-            "do not fit its config",
+            "config.json is not the one that was saved with these weights",
         ),
+        (
+            "config.json",
+            lambda content: content.replace(b'heads": 4', b'heads": 2'),  # fits, and predicts otherwise
+            "config.json is not the one that was saved with these weights",
+        ),
+        ("config.json", lambda _: b'{"model": "cmanp"}', "models/emnist holds no model"),
         ("config.json", lambda content: content.replace(b'"std"', b'"stt"'), "does not know: stt"),
         ("config.json", lambda _: b"{", "config.json is damaged: it is no JSON"),
         ("../../kernels.wasm", lambda content: content[:9000], "kernels.wasm is damaged"),
@@ -392,6 +429,20 @@ def test_a_tab_that_failed_is_tried_again_and_the_other_keeps_its_drawing(
     assert page.is_hidden("#alert")
 
 
+def test_a_model_that_fits_no_tab_is_named(site: tuple[Path, str], shown: Shown) -> None:
+    models = site[0] / "models"
+    (models / "emnist").rename(models / "kept")
+    shutil.copytree(models / "gp", models / "emnist")
+    try:
+        page = shown(tab=None)
+        page.wait_for_selector("#alert:not([hidden])")
+        wanted = "models/emnist holds a model from 1 to 1 numbers, but this tab needs one from 2 to 1"
+        assert wanted in page.inner_text("#alert")
+    finally:
+        shutil.rmtree(models / "emnist")
+        (models / "kept").rename(models / "emnist")
+
+
 def test_a_browser_without_simd_is_told_so(shown: Shown) -> None:
     page = shown(tab=None, script="WebAssembly.validate = () => false")
     page.wait_for_selector("#alert:not([hidden])")
@@ -421,4 +472,6 @@ def test_a_port_that_is_taken_is_answered_with_advice(tmp_path: Path) -> None:
 def test_tabs_of_others_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no tab 'cats'"):
         write_page(tmp_path, {"cats": "emnist"})
+    with pytest.raises(ValueError, match=r"gp has .* \(1, 1\), but the tab 'emnist' needs \(2, 1\)"):
+        write_page(tmp_path, {"emnist": "gp"})
     assert list(tmp_path.iterdir()) == []

@@ -59,6 +59,17 @@ def test_a_file_of_an_estimator_whose_settings_are_damaged_is_refused(
         StreamingRegressor.load(tmp_path / "m")
 
 
+def test_what_an_estimator_saves_is_read_and_written_without_pytorch(tmp_path: Path) -> None:
+    runner = pytest.importorskip("constmem.integrations.onnx_runner", exc_type=ImportError)
+    x = np.random.default_rng(0).normal(size=(300, 3))
+    StreamingRegressor(size=100).fit(x, x[:, 0]).save(tmp_path / "theirs")
+    tensors, words = runner.read(tmp_path / "theirs", KIND)
+    runner.write(tmp_path / "mine", tensors, {name: words[name] for name in ("format", "content")})
+    again, _ = read_tensors(tmp_path / "mine", kind=KIND, version=VERSION)
+    assert {name: t.numpy().dtype for name, t in again.items()} == {n: t.dtype for n, t in tensors.items()}
+    assert len(StreamingRegressor.load(tmp_path / "mine").predict(x)) == 300
+
+
 def test_numbers_too_large_to_be_squared_are_named() -> None:
     x = np.random.default_rng(0).normal(size=(200, 2))
     model = StreamingRegressor(size=24).fit(x, x[:, 0])

@@ -6,7 +6,10 @@ import { Kernels } from "./kernels.js";
 import { CMANP } from "./model.js";
 import { fetchWeights } from "./weights.js";
 
-const TABS = { digit: { view: DigitTab, weights: "models/emnist" }, curve: { view: CurveTab, weights: "models/gp" } };
+const TABS = {
+  digit: { view: DigitTab, weights: "models/emnist", inputs: 2 },
+  curve: { view: CurveTab, weights: "models/gp", inputs: 1 },
+};
 const status = document.getElementById("status"), alert = document.getElementById("alert");
 const opened = {};
 let kernels;
@@ -25,21 +28,27 @@ async function open(name) {
     const mine = button.id === `tab-${name}`;
     button.setAttribute("aria-selected", mine);
     button.tabIndex = mine ? 0 : -1;
-    document.getElementById(button.getAttribute("aria-controls")).hidden = !mine;
+    const panel = document.getElementById(button.getAttribute("aria-controls"));
+    if (mine && panel.hidden && opened[name]) say("");  // what was said is of the other tab
+    panel.hidden = !mine;
   }
   opened[name] ??= start(name);
   return opened[name];
 }
 
 async function start(name) {
-  const panel = document.getElementById(`panel-${name}`), { view, weights } = TABS[name];
+  const panel = document.getElementById(`panel-${name}`), { view, weights, inputs } = TABS[name];
   try {
     say("Fetching the weights …");
     kernels ??= Kernels.load("kernels.wasm").catch((error) => {
       kernels = null;
       throw error;
     });
-    const made = new view(panel, new CMANP(await fetchWeights(weights, await kernels)), say);
+    const model = new CMANP(await fetchWeights(weights, await kernels)), { dim_x, dim_y } = model.config;
+    if (dim_x !== inputs || dim_y !== 1) {
+      throw new Error(`${weights} holds a model from ${dim_x} to ${dim_y} numbers, but this tab needs one from ${inputs} to 1. Write the page again with such weights.`);
+    }
+    const made = new view(panel, model, say);
     panel.removeAttribute("inert");
     panel.dataset.ready = "true";
     performance.mark(`ready-${name}`);

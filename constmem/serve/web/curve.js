@@ -27,6 +27,7 @@ export class CurveTab {
   #listen() {
     const plot = this.find("plot");
     plot.addEventListener("pointerdown", (event) => {
+      if (event.button !== 0) return;  // which opens a menu
       const box = plot.getBoundingClientRect();
       const at = [X[0] + ((X[1] - X[0]) * (event.clientX - box.left)) / box.width, Y[1] - ((Y[1] - Y[0]) * (event.clientY - box.top)) / box.height];
       this.toggle(at, box);
@@ -70,8 +71,8 @@ export class CurveTab {
     const nearest = distances.indexOf(Math.min(...distances));
     if (nearest >= 0 && distances[nearest] < NEAR) {
       const how = this.stream.removeAt(nearest);
-      const note = how === "again" ? " It held nearly all that the state knew there, so the rest was observed again." : "";
-      this.say(`Removed a point: ${this.stream.points.length} left.${note}`);
+      const note = how === "again" ? ", which were observed again" : "";
+      this.say(`Removed a point: ${this.stream.points.length} left${note}.`);
     } else {
       this.stream.add(place, this.fade);
       this.cursor = place;

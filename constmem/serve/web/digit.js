@@ -77,12 +77,13 @@ export class DigitTab {
       last = [row, column];
     };
     seen.addEventListener("pointerdown", (event) => {
+      if (event.button !== 0) return;  // which opens a menu
       seen.setPointerCapture(event.pointerId);
       last = null;
       put(event);
     });
     seen.addEventListener("pointermove", (event) => {
-      if (!event.buttons) return;
+      if (!(event.buttons & 1)) return;
       const passed = event.getCoalescedEvents?.() ?? [];  // all places between two frames
       (passed.length ? passed : [event]).forEach(put);
     });

@@ -1,6 +1,6 @@
 // The arithmetic of the page: layers in float32, states and regressions in float64, and a checksum.
 //
-// Built by build.py to kernels.wasm. Matrices are row-major; lda, ldb, ldc are the distances of rows.
+// Built by benchmarks/page_kernels.py to kernels.wasm. Matrices are row-major; lda, ldb, ldc are the distances of rows.
 // model.js says what is computed from what; here is only how.
 
 #include <stdint.h>

@@ -45,12 +45,18 @@ async function unpacked(content, folder) {
   }
 }
 
+// Settings as the library writes them to take their checksum
+function sorted(value) {
+  if (value === null || typeof value !== "object" || Array.isArray(value)) return JSON.stringify(value);
+  return `{${Object.keys(value).sort().map((key) => `${JSON.stringify(key)}: ${sorted(value[key])}`).join(", ")}}`;
+}
+
 export class Weights {
   constructor(settings, bytes, kernels, name) {
     this.name = name;
     this.kernels = kernels;
     if (settings?.model !== "cmanp" || typeof settings.config !== "object") {
-      const found = typeof settings?.model === "string" ? `a model of kind "${settings.model}"` : "no model";
+      const found = typeof settings?.model === "string" && settings.model !== "cmanp" ? `a model of kind "${settings.model}"` : "no model";
       throw new Error(`${name} holds ${found}, but this page runs CMANP ("cmanp") only.`);
     }
     this.config = { ...DEFAULTS, ...settings.config };
@@ -59,7 +65,7 @@ export class Weights {
         throw new Error(`${name} has a setting that this page does not know: ${key} = ${value}. It runs CMANP with normal predictions only.`);
       }
     }
-    this.header = this.#read(bytes);
+    this.header = this.#read(bytes, { config: settings.config, model: settings.model });
     this.used = new Set();
   }
 
@@ -67,7 +73,7 @@ export class Weights {
     return new Error(`${this.name}/model.safetensors is damaged: ${why}. ${AGAIN}`);
   }
 
-  #read(bytes) {
+  #read(bytes, settings) {
     if (bytes.length < 8) throw this.#damaged("it is empty or cut short");
     const length = Number(new DataView(bytes.buffer, bytes.byteOffset).getBigUint64(0, true));
     if (length > bytes.length - 8) throw this.#damaged("it is cut short, or no safetensors file");
@@ -84,6 +90,9 @@ export class Weights {
       throw new Error(`${this.name} is of format version ${version}, but this page reads version 1. Take the page of the constmem that wrote it.`);
     }
     this.#requireWhole(bytes, length, about);
+    if (about.config !== undefined && this.kernels.digest(new TextEncoder().encode(sorted(settings))) !== about.config) {
+      throw new Error(`${this.name}/config.json is not the one that was saved with these weights: one of both was changed or is of another model. ${AGAIN}`);
+    }
     this.data = bytes.subarray(8 + length);
     for (const [key, tensor] of Object.entries(header)) {
       if (key === "__metadata__") continue;
