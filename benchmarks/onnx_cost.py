@@ -13,10 +13,10 @@ import numpy as np
 import record
 import torch
 
-from constmem import CMANP, StreamingRegressor
+from constmem import CMANP, CMHP, Events, StreamingRegressor
 from constmem.data import power_plant
 from constmem.integrations.onnx import export
-from constmem.integrations.onnx_runner import Runner
+from constmem.integrations.onnx_runner import EventRunner, Runner
 from constmem.integrations.onnx_table_runner import TableRunner
 
 UPDATES, ROUNDS = 20_000, 100
@@ -30,6 +30,13 @@ def fastest(candidates: dict[str, record.Work]) -> dict[str, float]:
     """Milliseconds of the fastest round of each, taken in turns: what others do on the machine only adds."""
     times = record.side_by_side(candidates, rounds=ROUNDS)
     return {f"{name}_ms": round(1e3 * min(found), 3) for name, found in times.items()}
+
+
+def against(ours: dict[str, record.Work], theirs: dict[str, record.Work]) -> dict[str, float]:
+    """The fastest of each of ours and of PyTorch's, a pair at a time."""
+    with torch.no_grad():
+        pairs = [fastest({name: work, f"{name}_pytorch": theirs[name]}) for name, work in ours.items()]
+    return {name: ms for pair in pairs for name, ms in pair.items()}
 
 
 def measured(folder: Path, model: CMANP, *, half: bool) -> dict[str, Any]:
@@ -62,9 +69,7 @@ def measured(folder: Path, model: CMANP, *, half: bool) -> dict[str, Any]:
             theirs[f"predict_{name}"] = lambda t=t: model.predict(decoded, t)
             ours[f"query_{name}"] = lambda p=points: runner._run("predict", **runner._run("read"), **p)
             theirs[f"query_{name}"] = lambda t=t: model.query(state, t)
-        times: dict[str, float] = {}
-        for name, work in ours.items():  # each by itself: after a reading an update meets cold caches
-            times |= fastest({name: work, f"{name}_pytorch": theirs[name]})
+        times = against(ours, theirs)  # each by itself: after a reading an update meets cold caches
     return {
         "weights": "float16" if half else "float32",
         "megabytes": round(sum(path.stat().st_size for path in folder.glob("*.onnx")) / 1e6, 2),
@@ -95,6 +100,47 @@ def gp(folder: Path) -> dict[str, Any]:
         "model": "gp", "updates": UPDATES, "state_off_by": float(max(off)),
         "mean_off_by": float(np.abs(mean - wanted.mean.numpy()).max()),
         "std_off_by": float(np.abs(std - wanted.stddev.numpy()).max()),
+        **against(
+            {"update": lambda: runner.observe(x[:, :1], y[:, :1]), "query_121": lambda: runner.predict(xt)},
+            {"update": lambda: model.update(state, x[:, :1], y[:, :1]),
+             "query_121": lambda: model.query(state, xt)},
+        ),
+    }  # fmt: skip
+
+
+def events(folder: Path) -> dict[str, Any]:
+    """A CMHP of three marks, after single events."""
+    torch.manual_seed(0)
+    gaps = torch.rand(1, UPDATES, dtype=torch.float64)
+    marks = torch.randint(3, gaps.shape)
+    times = 1e6 + gaps.cumsum(1)
+    model = CMHP(num_marks=3).eval()
+    model.set_scales(
+        Events.from_gaps(gaps[:, :200].tolist(), marks=marks[:, :200].tolist(), num_marks=3, unit="hour")
+    )
+    export(model, folder)
+    start = torch.full((1,), 1e6, dtype=torch.float64)
+    runner = EventRunner(folder, start=start)
+    for i in range(UPDATES):
+        runner.observe(times[:, i : i + 1], marks[:, i : i + 1])
+    with torch.no_grad():
+        state = model.update(model.empty(start), times, marks)
+        wanted = model.query(state)
+    value, found = state.tensors()["memory.value"].numpy(), runner.predict()
+    seen, later = times[:, -1:].numpy().copy(), (times[:, -1:] + 1, marks[:, :1])
+
+    def observe() -> None:
+        seen[:] += 1
+        runner.observe(seen, [[0]])
+
+    return {
+        "model": "cmhp", "updates": UPDATES,
+        "state_off_by": float(np.abs(runner.state["memory.value"] - value).max()),
+        "mean_off_by": float(np.abs(found["mean"] - wanted.mean.numpy()).max()),
+        **against(
+            {"update": observe, "query": runner.predict},
+            {"update": lambda: model.update(state, *later), "query": lambda: model.query(state).mean},
+        ),
     }  # fmt: skip
 
 
@@ -141,7 +187,11 @@ def main() -> None:
             row = measured(Path(folder), model, half=half)
         print(row)
         rows.append({"model": "emnist", **row} | record.provenance(0, "random points"))
-    for work, data in ((gp, "a sine"), (table, "the power plant's rows, again and again")):
+    for work, data in (
+        (gp, "a sine"),
+        (events, "random events"),
+        (table, "the power plant's rows, again and again"),
+    ):
         with tempfile.TemporaryDirectory() as folder:
             row = work(Path(folder))
         print(row)
