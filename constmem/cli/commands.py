@@ -229,10 +229,15 @@ def serve(
     tokens = None if token_file is None else Tokens.load(token_file)
     limits = Limits(body=body << 20, rows=rows, waiting=waiting, streams=streams, seconds=seconds)
     kept = Store(store, load_model(model), memory=memory << 20, single=single, power=power)
-    print(f"{len(kept):,} streams in {store}; listening at http://{host}:{port}, see /docs", flush=True)
+
+    def ready(port: int) -> None:
+        where = f"http://{host}:{port}"
+        print(f"{len(kept):,} streams in {store}; listening at {where}, see /docs", flush=True)
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # when all is answered: so that no folder is left
     with TemporaryDirectory(prefix="constmem-page-") as folder:
         shown = write_page(Path(folder))
-        run(Service(kept, tokens=tokens, limits=limits, page=shown), host, port)
+        run(Service(kept, tokens=tokens, limits=limits, page=shown), host, port, ready)
 
 
 def page(

@@ -5,7 +5,7 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from math import ceil
@@ -272,8 +272,25 @@ def settings(service: Service) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run(service: Service, host: str, port: int, *, log_level: str = "warning") -> None:
+class Server(uvicorn.Server):
+    """A server that says so once it listens, and at which port."""
+
+    ready: Callable[[int], None]
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        self.ready(self.servers[0].sockets[0].getsockname()[1])
+
+
+def run(service: Service, host: str, port: int, ready: Callable[[int], None]) -> None:
     """Answer at an address until a signal says stop; then what waits is answered, and the store closed."""
     gc.collect()
     gc.freeze()  # what stays need not be visited by each collection
-    uvicorn.run(service, host=host, port=port, log_level=log_level, **settings(service))
+    server = Server(uvicorn.Config(service, host, port, log_level="warning", **settings(service)))
+    server.ready = ready
+    try:
+        server.run()
+    except KeyboardInterrupt:  # as uvicorn ends when it has stopped
+        pass
+    finally:
+        service.batches.close()  # after a second Ctrl-C nobody else does

@@ -15,7 +15,7 @@ from constmem.core.files import packed, unpacked
 from constmem.core.monoid import NOTHING
 from constmem.neural_processes import NeuralProcess
 from constmem.streams import AnyModel, one_by_one
-from constmem.streams.database import Database, Position
+from constmem.streams.database import DamagedError, Database, Position
 from constmem.streams.pool import StreamPool
 
 ENTRY, VERSION = "constmem.journal", 1
@@ -115,7 +115,7 @@ class Journaled:
             try:
                 state = self.layout.unpacked([content for _, _, content in found])
             except ValueError as error:
-                raise ValueError(f"{self.database.path} is damaged: it {error}") from error
+                raise DamagedError(f"{self.database.path} is damaged: it {error}") from error
             self.pool.put([name for name, _, _ in found], state)
             self._upto |= {name: upto for name, upto, _ in found}
 
