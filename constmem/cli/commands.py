@@ -213,12 +213,13 @@ def serve(
 
     constmem serve gp --store db.sqlite --port 8080 --token-file tokens.json
     """
-    if token_file is None and host not in ("127.0.0.1", "localhost", "::1"):
+    from constmem.serve import OWN, Limits, Tokens
+
+    if token_file is None and host not in OWN:
         raise ValueError(f"anybody who reaches {host} could change the streams: give --token-file")
     import torch
 
     from constmem.core.checks import extra
-    from constmem.serve import Limits, Tokens
     from constmem.serve.page import write_page
     from constmem.streams import load_model
     from constmem.streams.store import Store

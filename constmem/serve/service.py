@@ -101,7 +101,8 @@ class Service:
                 if scope["method"] != "POST":
                     raise Failure(405, "method", f"POST a JSON object to /v1/{verb}")
                 given = dict(scope["headers"])
-                token = self.tokens.holder(given.get(b"authorization", b"").decode(errors="replace"))
+                sent = (given.get(name, b"") for name in (b"authorization", b"origin"))
+                token = self.tokens.holder(*(text.decode(errors="replace") for text in sent))
                 content = await self._body(given.get(b"content-length", b"0"), receive)
                 body = orjson.loads(content)
                 if not isinstance(body, dict):
@@ -117,8 +118,10 @@ class Service:
         except TimeoutError:
             if content is None:
                 return failed(Failure(408, "slow", "the body did not arrive in time"))
-            again = "no answer in time, so it may be taken or not: send it again with its source and position"
-            return failed(Failure(503, "late", again, wait=1))
+            again = (
+                "look what is there" if "observe" not in verb else "send it again with source and position"
+            )
+            return failed(Failure(503, "late", f"no answer in time, it may be done or not: {again}", wait=1))
         except Exception as error:
             log.error("a request failed", exc_info=error)
             return failed(Failure(500, "internal", "the service failed to answer; its log says why"))

@@ -354,6 +354,33 @@ def test_what_is_no_verb_is_an_error_like_others(ask: Client) -> None:
         assert json.loads(answer.read())["error"]["kind"] == "method"
 
 
+def test_pages_of_other_sites_may_not_use_a_service_without_tokens(tmp_path: Path) -> None:
+    with served(tmp_path / "s") as (port, service):
+        for origin, expected in (
+            (f"http://127.0.0.1:{port}", 200), (f"http://localhost:{port}", 200), ("http://[::1]", 200),
+            ("http://evil.example", 403), ("http://localhost.evil.example", 403), ("null", 403), ("[", 403),
+        ):  # fmt: skip
+            with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as link:
+                body = json.dumps({"key": origin, "x": 1, "y": 1})
+                link.request("POST", "/v1/observe", body, {"origin": origin, "content-type": "text/plain"})
+                answer = link.getresponse()
+                assert answer.status == expected, answer.read()
+        assert len(service.store) == 3
+
+
+def test_what_is_late_says_how_to_find_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(tmp_path / "s", limits=Limits(seconds=0.5)) as (port, service):
+        ask, go = Client(port), threading.Event()
+        monkeypatch.setattr(service.store, "delete", lambda _: go.wait(20))
+        monkeypatch.setattr(service.store, "observe_all", lambda *_: go.wait(20))
+        for verb, rest, word in (("delete", {}, "look"), ("observe", {"x": 1, "y": 1}, "send it again")):
+            status, answer = ask(verb, key="a", **rest)
+            assert (status, answer["error"]["kind"]) == (503, "late")
+            assert word in answer["error"]["message"]
+            go.set()
+            go.clear()
+
+
 def test_no_token_moves_on_the_source_of_another(tmp_path: Path) -> None:
     known = [
         {"token": f"token-{i}-0123456789", "prefix": prefix} for i, prefix in enumerate(["a", "a:b", "a%3Ab"])
