@@ -156,7 +156,7 @@ def _time(spent: float) -> str:
     for name, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
         if spent >= 2 * length:
             return f"{spent / length:,.0f} {name}"
-    return f"{spent:.2g} s"
+    return f"{spent:.0f} s" if spent >= 100 else f"{spent:.2g} s"
 
 
 def main() -> None:

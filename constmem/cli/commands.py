@@ -213,12 +213,13 @@ def serve(
 
     constmem serve gp --store db.sqlite --port 8080 --token-file tokens.json
     """
-    if token_file is None and host not in ("127.0.0.1", "localhost", "::1"):
+    from constmem.serve import OWN, Limits, Tokens
+
+    if token_file is None and host not in OWN:
         raise ValueError(f"anybody who reaches {host} could change the streams: give --token-file")
     import torch
 
     from constmem.core.checks import extra
-    from constmem.serve import Limits, Tokens
     from constmem.serve.page import write_page
     from constmem.streams import load_model
     from constmem.streams.store import Store
@@ -229,10 +230,15 @@ def serve(
     tokens = None if token_file is None else Tokens.load(token_file)
     limits = Limits(body=body << 20, rows=rows, waiting=waiting, streams=streams, seconds=seconds)
     kept = Store(store, load_model(model), memory=memory << 20, single=single, power=power)
-    print(f"{len(kept):,} streams in {store}; listening at http://{host}:{port}, see /docs", flush=True)
+
+    def ready(port: int) -> None:
+        where = f"http://{host}:{port}"
+        print(f"{len(kept):,} streams in {store}; listening at {where}, see /docs", flush=True)
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # when all is answered: so that no folder is left
     with TemporaryDirectory(prefix="constmem-page-") as folder:
         shown = write_page(Path(folder))
-        run(Service(kept, tokens=tokens, limits=limits, page=shown), host, port)
+        run(Service(kept, tokens=tokens, limits=limits, page=shown), host, port, ready)
 
 
 def page(

@@ -9,8 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 SCOPES = ("read", "write")
+OWN = ("localhost", "127.0.0.1", "::1")  # names of this machine
 SHORTEST = 16  # letters of a token
 
 
@@ -82,9 +84,14 @@ class Tokens:
             raise ValueError(f"there is no token in {path}: nobody could use the service")
         return Tokens(known)
 
-    def holder(self, header: str | None) -> Token:
-        """Who sends this Authorization header; the time it takes does not depend on how wrong it is."""
+    def holder(self, header: str | None, origin: str = "") -> Token:
+        """Who sends this Authorization header; the time it takes does not depend on how wrong it is.
+
+        Without tokens, a page of another site (`origin`) that a browser here shows is nobody.
+        """
         if self._known is None:
+            if origin and urlsplit(origin).hostname not in OWN:
+                raise Failure(403, "forbidden", "pages of other sites may not use a service without tokens")
             return Token()
         scheme, _, given = (header or "").partition(" ")
         digest = hashlib.sha256(given.strip().encode()).digest()

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from threading import Condition, Thread
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,13 @@ import torch
 
 from constmem.point_processes import PointProcess
 from constmem.serve import Failure, Limits
+from constmem.streams.database import DamagedError
 from constmem.streams.store import Store
 
 if TYPE_CHECKING:
     Future = asyncio.Future
 LEVELS = [0.05, 0.5, 0.95]
-TOGETHER = 256  # requests answered by one batch
+TOGETHER, ROWS = 256, 16_384  # requests answered by one batch, and their rows or targets
 log = logging.getLogger("constmem.serve")
 
 
@@ -34,6 +36,9 @@ class Observe:
     position: int | None = None
     done: "Future[Any] | None" = None
 
+    def __len__(self) -> int:
+        return len(self.keys)
+
 
 @dataclass(eq=False)
 class Predict:
@@ -42,6 +47,9 @@ class Predict:
     keys: list[str]
     x: list[Any] | None
     done: "Future[Any] | None" = None
+
+    def __len__(self) -> int:
+        return len(self.keys) * (1 if self.x is None else len(self.x[0]))
 
 
 @dataclass(eq=False)
@@ -52,6 +60,9 @@ class Work:
     answer: dict[str, int] = field(default_factory=dict)
     new: list[str] = field(default_factory=list)
     done: "Future[Any] | None" = None
+
+    def __len__(self) -> int:
+        return 1
 
 
 class Batches:
@@ -106,7 +117,8 @@ class Batches:
             with self._changed:
                 while not self._waiting and not self._closing:
                     self._changed.wait()
-                batch, self._waiting = self._waiting[:TOGETHER], self._waiting[TOGETHER:]
+                number = self._fitting()
+                batch, self._waiting = self._waiting[:number], self._waiting[number:]
                 if not batch:
                     return
             self.batches += 1
@@ -121,6 +133,11 @@ class Batches:
             for group in groups.values():
                 self._answer(group, lambda group=group: self._predicted(group))  # type: ignore[misc]
             self._deliver()
+
+    def _fitting(self) -> int:
+        """How many of those that wait are answered together: large ones must not use up memory, or time."""
+        sizes = accumulate(map(len, self._waiting[:TOGETHER]))
+        return max(1, sum(size <= ROWS for size in sizes))
 
     def _answer(self, requests: list[Any], work: Callable[[], list[Any]]) -> None:
         """Do work for some requests; where that fails, for each by itself, to find which one failed."""
@@ -235,7 +252,7 @@ def _failure(error: Exception) -> Failure:
         return error
     if isinstance(error, KeyError):
         return Failure(404, "not_found", str(error.args[0]))
-    if isinstance(error, ValueError | TypeError) and "is damaged" not in str(error):
+    if isinstance(error, ValueError | TypeError) and not isinstance(error, DamagedError):
         return Failure(409 if "already" in str(error) else 422, "refused", str(error))
     log.error("a request failed", exc_info=error)
     if isinstance(error, OSError):

@@ -5,7 +5,7 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from math import ceil
@@ -101,7 +101,8 @@ class Service:
                 if scope["method"] != "POST":
                     raise Failure(405, "method", f"POST a JSON object to /v1/{verb}")
                 given = dict(scope["headers"])
-                token = self.tokens.holder(given.get(b"authorization", b"").decode(errors="replace"))
+                sent = (given.get(name, b"") for name in (b"authorization", b"origin"))
+                token = self.tokens.holder(*(text.decode(errors="replace") for text in sent))
                 content = await self._body(given.get(b"content-length", b"0"), receive)
                 body = orjson.loads(content)
                 if not isinstance(body, dict):
@@ -117,8 +118,10 @@ class Service:
         except TimeoutError:
             if content is None:
                 return failed(Failure(408, "slow", "the body did not arrive in time"))
-            again = "no answer in time, so it may be taken or not: send it again with its source and position"
-            return failed(Failure(503, "late", again, wait=1))
+            again = (
+                "look what is there" if "observe" not in verb else "send it again with source and position"
+            )
+            return failed(Failure(503, "late", f"no answer in time, it may be done or not: {again}", wait=1))
         except Exception as error:
             log.error("a request failed", exc_info=error)
             return failed(Failure(500, "internal", "the service failed to answer; its log says why"))
@@ -272,8 +275,25 @@ def settings(service: Service) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run(service: Service, host: str, port: int, *, log_level: str = "warning") -> None:
+class Server(uvicorn.Server):
+    """A server that says so once it listens, and at which port."""
+
+    ready: Callable[[int], None]
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        self.ready(self.servers[0].sockets[0].getsockname()[1])
+
+
+def run(service: Service, host: str, port: int, ready: Callable[[int], None]) -> None:
     """Answer at an address until a signal says stop; then what waits is answered, and the store closed."""
     gc.collect()
     gc.freeze()  # what stays need not be visited by each collection
-    uvicorn.run(service, host=host, port=port, log_level=log_level, **settings(service))
+    server = Server(uvicorn.Config(service, host, port, log_level="warning", **settings(service)))
+    server.ready = ready
+    try:
+        server.run()
+    except KeyboardInterrupt:  # as uvicorn ends when it has stopped
+        pass
+    finally:
+        service.batches.close()  # after a second Ctrl-C nobody else does

@@ -26,6 +26,10 @@ WRITE = (
 )
 
 
+class DamagedError(ValueError):
+    """A file, or a part of it, is not what was written."""
+
+
 class Database:
     """One SQLite file in WAL mode, held by one process; every content is sealed by a checksum.
 
@@ -186,8 +190,8 @@ class Database:
             raise self._damaged(f"{what} is not what was written", lost)
         return content[:-SEAL]
 
-    def _damaged(self, why: str, lost: str = "it") -> ValueError:
-        return ValueError(
+    def _damaged(self, why: str, lost: str = "it") -> DamagedError:
+        return DamagedError(
             f"{self.path} is damaged: {why}; take a copy of it, or delete {lost} and begin again"
         )
 

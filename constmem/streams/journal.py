@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from constmem.core.files import packed, unpacked
+from constmem.core.monoid import NOTHING
 from constmem.neural_processes import NeuralProcess
 from constmem.streams import AnyModel, one_by_one
-from constmem.streams.database import Database, Position
+from constmem.streams.database import DamagedError, Database, Position
 from constmem.streams.pool import StreamPool
 
 ENTRY, VERSION = "constmem.journal", 1
@@ -29,13 +30,9 @@ class Layout:
 
     def __init__(self, model: AnyModel, blank: Any, single: bool) -> None:
         self.model, self.fingerprint = model, model._name_of_weights()
+        rounded = ROUNDED if single else ()
         self.parts = [
-            (
-                name,
-                t.dtype,
-                torch.float32 if single and name.split(".")[-1] in ROUNDED else t.dtype,
-                t.shape[1:],
-            )
+            (name, t.dtype, torch.float32 if name.split(".")[-1] in rounded else t.dtype, t.shape[1:])
             for name, t in blank.tensors().items()
         ]
 
@@ -91,9 +88,7 @@ class Journaled:
         self.most = max(memory // pool._blank.nbytes, FEWEST)
         self.positions, self.number = database.positions(), database.number()
         self._upto: dict[Hashable, int] = {}  # by key in memory, the latest used last: entries that it holds
-        self._first: dict[
-            Hashable, int
-        ] = {}  # the first entry that the state on disk lacks, the oldest first
+        self._first: dict[Hashable, int] = {}  # the first entry that the file lacks, the oldest first
         self._rows: dict[int, int] = {}  # of each entry in the journal
         self._last = self._waiting = 0  # the latest entry; rows of all
         for number, content in database.journal():
@@ -120,7 +115,7 @@ class Journaled:
             try:
                 state = self.layout.unpacked([content for _, _, content in found])
             except ValueError as error:
-                raise ValueError(f"{self.database.path} is damaged: it {error}") from error
+                raise DamagedError(f"{self.database.path} is damaged: it {error}") from error
             self.pool.put([name for name, _, _ in found], state)
             self._upto |= {name: upto for name, upto, _ in found}
 
@@ -140,6 +135,7 @@ class Journaled:
             return
         self.load(names)
         made = self._extended(names, places, x, y)
+        self._require_place(names, made)
         tensors = {"places": torch.from_numpy(places), "x": x} | ({} if y is None else {"y": y})
         entry = packed(tensors, _header("observe", names))
         behind = len(self._first) > self.most // 2 or self._waiting > self.longest
@@ -155,6 +151,8 @@ class Journaled:
     def put(self, names: list[Hashable], state: Any) -> None:
         """Hold these states, in the file at once."""
         self.load(names)
+        state = state.signed(self.layout.fingerprint) if state.fingerprint is None else state
+        self._require_place(names, state)
         contents = self.layout.packed(state)
         with self.database.transaction():
             self.database.write_states((n, self._last, c) for n, c in zip(names, contents, strict=True))
@@ -192,6 +190,12 @@ class Journaled:
             first = np.unique(places, return_index=True)[1]
             fresh = model.empty(x[torch.from_numpy(first).to(x.device)].double())
         return one_by_one(model, self.pool._states(names, fresh), places, x, y)
+
+    def _require_place(self, names: list[Hashable], state: Any) -> None:
+        """Refuse, before anything is written, what memory cannot hold afterwards."""
+        if state.fingerprint not in (NOTHING, self.layout.fingerprint):
+            raise ValueError(f"weights have changed since {self.database.path} was opened: give them back")
+        self.pool._reserve(sum(name not in self._upto for name in names))
 
     def _hold(self, names: list[Hashable], state: Any) -> None:
         """Keep states in memory that the file does not have yet."""
@@ -260,20 +264,22 @@ class Journaled:
         names: list[Hashable] = json.loads(header["keys"])
         places = tensors["places"].numpy() if "places" in tensors else np.zeros(0, np.int64)
         self._entered(number, max(len(places), 1))
-        lost = self._damaged(names)
-        lacking = [i for i, name in enumerate(names) if self._upto.get(name, 0) < number and name not in lost]
-        chosen = [names[i] for i in lacking]
-        if header["verb"] == "delete":
-            self._drop(chosen)
-        elif chosen:
-            at = np.full(len(names), -1)
-            at[lacking] = np.arange(len(lacking))
-            rows = np.flatnonzero(at[places] >= 0)
-            line = torch.from_numpy(rows)
-            where = self.pool.model.device
-            x, y = (tensors[name][line].to(where) if name in tensors else None for name in ("x", "y"))
-            assert x is not None
-            self._hold(chosen, self._extended(chosen, at[places][rows], x, y))
+        for start in range(0, len(names), self.most):  # there may have been more memory when it was written
+            part = range(start, min(start + self.most, len(names)))
+            lost = self._damaged([names[i] for i in part])
+            lacking = [i for i in part if self._upto.get(names[i], 0) < number and names[i] not in lost]
+            chosen = [names[i] for i in lacking]
+            if header["verb"] == "delete":
+                if there := self.database.held(chosen):  # written by an eviction while entries were replayed
+                    with self.database.transaction():
+                        self.database.delete_states(there)
+                self._drop(chosen)
+            elif chosen:
+                at = np.full(len(names), -1)
+                at[lacking] = np.arange(len(lacking))
+                rows = np.flatnonzero(at[places] >= 0)
+                lines = (tensors[n][rows].to(self.pool.model.device) if n in tensors else None for n in "xy")
+                self._hold(chosen, self._extended(chosen, at[places][rows], *lines))  # type: ignore[arg-type]
 
     def _damaged(self, names: list[Hashable]) -> set[Hashable]:
         """Those of these whose states cannot be read; all others are brought into memory."""

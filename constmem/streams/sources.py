@@ -149,12 +149,12 @@ class Consumer:
         if not batch:
             return
         rows = [row for row, _ in batch if row is not None]
+        if not rows:
+            self.store.move(self.source, batch[-1][1])
+            return
         keys, x, y = ([row[i] for row in rows] for i in range(3))
         try:
-            if rows:
-                self.store.observe(keys, x, y, source=self.source, position=batch[-1][1])
-            else:
-                self.store.move(self.source, batch[-1][1])
+            self.store.observe(keys, x, y, source=self.source, position=batch[-1][1])
             self.taken += len(rows)
         except ValueError as error:
             if (half := len(batch) // 2) > 0:

@@ -27,4 +27,5 @@ def test_states_of_workers_are_those_of_one_pass() -> None:
 def test_rows_that_cost_nothing_but_one_merge_are_multiplied_out_by_hand() -> None:
     row = {"rows_a_cpu_second": 1_000_000, "merge_ms": 1.0}
     assert ray_scale._cells(row, 1e12) == "12 days of a core; 1,000 cores: 32 minutes, 32 minutes of merging"
+    assert ray_scale._time(119.4) == "119 s"
     assert ray_scale._cells(row, 1e7) == "10 s of a core; 1,000 cores: 0.019 s, 0.019 s of merging"

@@ -5,8 +5,11 @@ import http.client
 import json
 import os
 import random
+import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -230,6 +233,7 @@ BAD: list[tuple[str, Any, int]] = [
     ("keys", {"most": "x"}, 422),
     ("merge", {"key": "fine", "other": "nobody"}, 404),
     ("fork", {"key": "fine", "to": "fine"}, 409),
+    ("fork", {"key": "is damaged", "to": "is damaged"}, 409),
 ]
 
 
@@ -239,6 +243,7 @@ def test_bad_requests_get_a_clear_answer_and_change_nothing(
 ) -> None:
     if ask("count", key="fine")[0] == 404:
         ask("observe", key="fine", x=0.5, y=0.5)
+        ask("create", key="is damaged")
     before = ask("predict", key="fine", x=[0.0])
     number = len(ask("keys")[1]["keys"])
     status, answer = ask(verb, body)
@@ -347,6 +352,33 @@ def test_what_is_no_verb_is_an_error_like_others(ask: Client) -> None:
         assert answer.status == 405
         assert "GET" in (answer.getheader("allow") or "")
         assert json.loads(answer.read())["error"]["kind"] == "method"
+
+
+def test_pages_of_other_sites_may_not_use_a_service_without_tokens(tmp_path: Path) -> None:
+    with served(tmp_path / "s") as (port, service):
+        for origin, expected in (
+            (f"http://127.0.0.1:{port}", 200), (f"http://localhost:{port}", 200), ("http://[::1]", 200),
+            ("http://evil.example", 403), ("http://localhost.evil.example", 403), ("null", 403), ("[", 403),
+        ):  # fmt: skip
+            with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as link:
+                body = json.dumps({"key": origin, "x": 1, "y": 1})
+                link.request("POST", "/v1/observe", body, {"origin": origin, "content-type": "text/plain"})
+                answer = link.getresponse()
+                assert answer.status == expected, answer.read()
+        assert len(service.store) == 3
+
+
+def test_what_is_late_says_how_to_find_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(tmp_path / "s", limits=Limits(seconds=0.5)) as (port, service):
+        ask, go = Client(port), threading.Event()
+        monkeypatch.setattr(service.store, "delete", lambda _: go.wait(20))
+        monkeypatch.setattr(service.store, "observe_all", lambda *_: go.wait(20))
+        for verb, rest, word in (("delete", {}, "look"), ("observe", {"x": 1, "y": 1}, "send it again")):
+            status, answer = ask(verb, key="a", **rest)
+            assert (status, answer["error"]["kind"]) == (503, "late")
+            assert word in answer["error"]["message"]
+            go.set()
+            go.clear()
 
 
 def test_no_token_moves_on_the_source_of_another(tmp_path: Path) -> None:
@@ -481,6 +513,35 @@ def test_a_second_service_on_one_store_is_refused_and_the_first_goes_on(tmp_path
     torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
+def test_a_signal_ends_the_command_and_leaves_nothing_behind(signals: list[int], tmp_path: Path) -> None:
+    MODEL.save_pretrained(tmp_path / "model")
+    run = [sys.executable, "-c", "from constmem.cli import main; main()", "serve", tmp_path / "model"]
+    (tmp_path / "temporary").mkdir()
+    with subprocess.Popen(
+        [*map(str, run), "--store", str(tmp_path / "s"), "--port", "0"],
+        stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path / "temporary")},
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            found = re.search(r"listening at http://127.0.0.1:(\d+),", process.stdout.readline())
+            assert found is not None
+            port = int(found[1])  # it does listen when it says so
+            assert Client(port)("observe", key="a", x=1, y=1) == (200, {"taken": 1})
+            with socket.create_connection(("127.0.0.1", port)) as half:
+                if len(signals) > 1:  # with one, it waits for what is half sent
+                    half.sendall(b"POST /v1/count HTTP/1.1\r\nhost: a\r\ncontent-length: 10\r\n\r\n{")
+                for number in signals:
+                    time.sleep(0.5)
+                    process.send_signal(number)
+                assert process.wait(20) == 0
+        finally:
+            process.kill()
+    assert not [*(tmp_path / "temporary").glob("constmem-page-*")]
+    with Store(tmp_path / "s", MODEL) as store:
+        assert store.count(["a"]).item() == 1
+
+
 def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ages = cycle([4e9, 1.0, 1.7e9, 3e9, 2e9])  # seconds since 1970: forth and back by decades
     monkeypatch.setattr(time, "time", lambda: next(ages))
@@ -538,6 +599,39 @@ def test_many_at_once_are_each_answered_for_themselves(tmp_path: Path) -> None:
     assert found.count({"taken": 1}) == 120
     with Store(tmp_path / "s", MODEL) as store:
         require_same(store, alone(MODEL, names, x, y))
+
+
+def test_large_requests_are_not_answered_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("constmem.serve.batches.ROWS", 100)
+    store = Store(tmp_path / "s", MODEL)
+    sizes: list[int] = []
+    predict, observe = store.predict, store.observe_all
+
+    def predicted(keys: Any, xt: Any) -> Any:
+        sizes.append(xt.size)
+        return predict(keys, xt)
+
+    def observed(keys: Any, *given: Any) -> Any:
+        sizes.append(len(keys))
+        return observe(keys, *given)
+
+    monkeypatch.setattr(store, "predict", predicted)
+    monkeypatch.setattr(store, "observe_all", observed)
+
+    async def ask_all(batches: Batches) -> list[Any]:
+        from constmem.serve.batches import Observe, Predict
+
+        column = [[0.5]] * 60
+        asked = [batches.submit(Observe(["a"] * 60, column, column)) for _ in range(5)]
+        asked += [batches.submit(Predict(["a"], [column])) for _ in range(5)]
+        asked += [batches.submit(Predict(["a"], [column * 3])), batches.submit(Observe(["a"], [[0]], [[0]]))]
+        return await asyncio.gather(*asked)
+
+    batches = Batches(store, Limits())
+    found = asyncio.run(ask_all(batches))
+    batches.close()
+    assert [len(each.get("mean", [[]])[0]) for each in found] == [0] * 5 + [60] * 5 + [180, 0]
+    assert sorted(sizes) == [1] + [60] * 10 + [180]
 
 
 def kill_often(path: Path, times: int, seed: int, clients: int = 3) -> int:

@@ -93,6 +93,14 @@ def test_a_bad_line_ends_it_with_its_number_or_is_left_out(bad: bytes, tmp_path:
         require_same(store, alone(MODEL, names, x, y))
 
 
+def test_a_damaged_store_ends_it_where_bad_rows_are_left_out_too(tmp_path: Path) -> None:
+    names, x, y = rows(20, 5)
+    with Store(tmp_path / "s", MODEL) as store:
+        store._database._sqlite.execute("drop table sources")
+        with pytest.raises(ValueError, match="is damaged: no such table: sources"):
+            take(store, lines_of(names, x, y), tmp_path, skip=True)
+
+
 def test_an_event_out_of_order_is_found_among_others(tmp_path: Path) -> None:
     model = small_models.small("cmhp")
     times = [1.0, 2.0, 3.0, 2.5, 4.0, 5.0]

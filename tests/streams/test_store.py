@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from constmem import CMANP, Store, Stream
+from constmem import CMANP, Store, Stream, StreamPool
 from constmem.kernels import paths
 from constmem.streams import _rounds, journal, one_by_one
 from tests.laws import models as small_models
@@ -194,6 +194,74 @@ def kill_often(path: Path, times: int, seed: int) -> int:
 
 def test_nothing_acknowledged_is_lost_or_taken_twice_when_the_process_is_killed(tmp_path: Path) -> None:
     assert kill_often(tmp_path / "s", 8, seed=1) > 3
+
+
+def test_rows_are_all_there_where_a_store_is_opened_with_less_memory_than_before(tmp_path: Path) -> None:
+    names = [f"k{i}" for i in range(200)]
+    x, y = (torch.from_numpy(np.random.default_rng(i).standard_normal((400, 1))) for i in range(2))
+    store = Store(tmp_path / "s", MODEL)
+    store.observe(names, x[:200], y[:200])
+    store.flush()
+    store.observe(names, x[200:], y[200:])  # of more streams than there is room for afterwards
+    store._database.close()  # as if the process had ended here
+    with Store(tmp_path / "s", MODEL, memory=1) as again:
+        assert again._held.most < 100
+        assert len(again) == 200
+        require_same(again, alone(MODEL, names * 2, x, y))
+
+
+def test_a_deleted_stream_stays_deleted_where_memory_is_short_after_a_crash(tmp_path: Path) -> None:
+    names = [f"k{i}" for i in range(200)]
+    store = Store(tmp_path / "s", MODEL)
+    store.observe(names, torch.ones(200, 1), torch.ones(200, 1))
+    store.delete(names[::2])
+    store._database.close()  # as if the process had ended here
+    for _ in range(2):
+        with Store(tmp_path / "s", MODEL, memory=1) as again:
+            assert len(again) == 100
+            assert not any(name in again for name in names[::2])
+            assert again.keys() == sorted(names[1::2])
+
+
+def test_weights_that_changed_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    model = built()
+    with Store(tmp_path / "s", model) as store:
+        store.observe(["a"], [1.0], [1.0])
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        for call in (
+            lambda: store.observe(["b"], [1.0], [1.0], source="s", position=1),
+            lambda: store.put(["b"], model.condition(torch.ones(1, 1, 1), torch.ones(1, 1, 1))),
+        ):
+            with pytest.raises(ValueError, match="weights have changed"):
+                call()
+        assert (len(store), store.position("s")) == (1, None)
+    with Store(tmp_path / "s", MODEL) as store:
+        assert store.known(["a", "b"]) == ["a"]
+        assert store.position("s") is None
+        store.put(["c"], store.state(["a"]).signed(None))  # made by nobody knows which weights
+        assert store.observe(["a", "c"], [1.0, 1.0], [1.0, 1.0])
+
+
+def test_where_memory_runs_out_nothing_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: Any, number: int) -> None:
+        if number:
+            raise MemoryError("there is no more")
+
+    with Store(tmp_path / "s", MODEL) as store:
+        store.observe(["a"], [1.0], [1.0])
+        with monkeypatch.context() as patched:
+            patched.setattr(StreamPool, "_reserve", full)
+            for call in (
+                lambda: store.observe(["b"], [1.0], [1.0], source="s", position=1),
+                lambda: store.create(["c"]),
+            ):
+                with pytest.raises(MemoryError):
+                    call()
+        assert (len(store), store.position("s"), store.known(["b", "c"])) == (1, None, [])
+    with Store(tmp_path / "s", MODEL) as store:
+        assert (len(store), store.position("s"), store.known(["b", "c"])) == (1, None, [])
 
 
 def test_float32_at_rest_is_half_the_size_and_nearly_the_same(tmp_path: Path) -> None:
