@@ -276,6 +276,18 @@ def test_modules_that_do_more_than_their_weights_are_called(way: Any, calls: lis
         calls.clear()
 
 
+@pytest.mark.parametrize("way", [pruned, nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@torch.no_grad()
+def test_every_linear_map_of_a_model_may_be_pruned(way: Callable[[nn.Module], object]) -> None:
+    model = CMANP(dim_x=2, dim_y=1, dim=16, depth=2, num_slots=4, num_latents=4, hidden=8).eval()
+    x, y = torch.randn(1, 5, 2), torch.randn(1, 5, 1)
+    expected = model.query(model.condition(x, y), x).mean
+    for module in [module for module in model.modules() if type(module) is nn.Linear]:
+        way(module)
+        assert torch.allclose(model.query(model.condition(x, y), x).mean, expected, atol=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_gradients_other_numbers_and_transforms_get_operators(calls: list[str]) -> None:
     decoder, x, levels = Decoder(16, 2), torch.randn(2, 5, 16), [torch.randn(2, 7, 16)] * 2
