@@ -10,6 +10,7 @@ import torch
 from constmem import CMANP, AttentionState, Decay, Events, Stream
 from constmem.core.moments import Moments
 from constmem.data import Table
+from constmem.neural_processes import MODELS
 from tests.conftest import Refuses
 from tests.laws import models as made
 
@@ -175,3 +176,23 @@ def test_numbers_of_which_a_part_would_be_lost_are_refused(given: Any, refuses: 
     with refuses(TypeError, "real numbers are needed|mask would be lost"):
         stream.predict(given)
     assert stream.count.item() == 0
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_the_usual_precision_of_new_tensors_changes_nothing(name: str) -> None:
+    model, (xc, yc, xt, yt) = made.small(name), made.data(n=6)
+
+    def answers() -> list[torch.Tensor]:
+        with torch.no_grad():
+            found = model.query(model.update(model.condition(xc, yc), xc[:, :1], yc[:, :1]), xt)
+        drawn = torch.Generator().manual_seed(0)
+        return [found.mean, found.stddev, model.loss(xc, yc, xt, yt, generator=drawn).detach()]
+
+    expected = answers()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = answers()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other.to(one))
