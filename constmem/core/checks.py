@@ -190,8 +190,8 @@ def per_point(name: str, tensor: Tensor, like: Tensor) -> None:
     dense(name, tensor)
     if tensor.shape != like.shape[:2] or tensor.device != like.device or tensor.is_complex():
         raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)} and {tensor.dtype} on {tensor.device}, but one real "
-            f"entry a point is needed: {tuple(like.shape[:2])} on {like.device}"
+            f"{name} has shape {tuple(tensor.shape)} on {tensor.device}, but one entry a point is "
+            f"needed: {tuple(like.shape[:2])} on {like.device}, of real numbers"
         )
 
 

@@ -128,7 +128,7 @@ def test_weights_of_points_that_are_no_plain_real_numbers_are_refused(
     change: Callable[[torch.Tensor], torch.Tensor], refuses: Refuses
 ) -> None:
     x, y, _, _ = made.data(n=4)
-    with refuses((TypeError, ValueError), "one real entry a point|to_dense"):
+    with refuses((TypeError, ValueError), "of real numbers|to_dense"):
         made.small("cmanp").observe(x, y, log_weight=change(torch.zeros(x.shape[:2])))
 
 
