@@ -169,7 +169,7 @@ class AttentionState(Monoid):
                 "else), so they were never there; remove only what was merged, with the same weights"
             )
         share = gap.exp().clamp_max(1.0)
-        worst = float(torch.where(gone, 0.0, share).detach().max())
+        worst = float(torch.where(gone, 0.0, share).detach().max()) if share.numel() else 0.0
         if not worst <= max_share or worst == 1.0:  # all, as far as float64 can say
             raise ValueError(
                 f"the points to remove hold {worst:.6f} of a slot's normaliser (max_share={max_share}): what "

@@ -196,3 +196,9 @@ def test_the_usual_precision_of_new_tensors_changes_nothing(name: str) -> None:
         torch.set_default_dtype(torch.float32)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other.to(one))
+
+
+def test_nothing_can_be_removed_from_a_batch_of_no_tasks() -> None:
+    x, y, _, _ = made.data(n=4)
+    state = made.small("cmanp").condition(x, y)
+    assert state.select(slice(0, 0)).remove(state.select(slice(0, 0))).batch == 0
