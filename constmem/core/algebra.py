@@ -27,11 +27,13 @@ def bias_of(
     mask: Tensor | None, log_weight: Tensor | None, dtype: torch.dtype
 ) -> Float[Tensor, "*b n"] | None:
     """What is added to the scores of each point: its log-weight, or `EMPTY` where it is masked out."""
+    if log_weight is not None:  # in at least float32, as float16 has no number as low as EMPTY
+        log_weight = log_weight.to(torch.promote_types(log_weight.dtype, torch.float32)).clamp_min(EMPTY)
     if mask is None:
-        return None if log_weight is None else log_weight.clamp_min(EMPTY)
-    dtype = torch.promote_types(dtype, torch.float32)  # float16 has no number as low as EMPTY
+        return log_weight
+    dtype = torch.promote_types(dtype, torch.float32)
     weight = torch.zeros((), dtype=dtype, device=mask.device) if log_weight is None else log_weight
-    return torch.where(mask, weight.clamp_min(EMPTY), EMPTY)
+    return torch.where(mask, weight, EMPTY)
 
 
 def is_nothing(lse: Tensor) -> Tensor:

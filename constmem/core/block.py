@@ -76,7 +76,8 @@ class _Listing:
     def weights(self, *parts: nn.Module) -> list[Tensor]:
         """Weights and biases of linear maps and norms in a row; a TypeError where one is something else."""
         self.modules += parts
-        if any(type(part) not in (nn.Linear, nn.LayerNorm) for part in parts):
+        plain = nn.Linear, nn.LayerNorm
+        if any(type(part) not in plain or "weight" not in part._parameters for part in parts):  # or pruned
             raise TypeError("only plain linear maps and norms have all they do in their weights")
         found = (part._parameters.get(name) for part in parts for name in ("weight", "bias"))
         return [t for t in found if t is not None]

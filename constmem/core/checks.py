@@ -125,22 +125,28 @@ def tensors(**given: object) -> None:
     """Refuse what is not a tensor."""
     for name, value in given.items():
         if not isinstance(value, Tensor):
-            kind = type(value).__name__
-            raise TypeError(f"{name} must be a tensor, not {kind}: torch.tensor makes one of it")
+            raise TypeError(f"{name} must be a tensor, not {type(value).__name__}: use torch.as_tensor")
 
 
 def as_tensor(name: str, given: Any, device: torch.device) -> Tensor:
     """Numbers as a tensor: one as it is, arrays, lists and columns of frames in their own precision."""
-    if isinstance(given, Tensor):
-        dense(name, given)
-        return given
+    if np.ma.is_masked(given):
+        raise TypeError(f"{name} is a masked array, whose mask would be lost: give x.data, and mask=~x.mask")
     try:
-        return torch.tensor(np.asarray(given), device=device)
+        if not isinstance(given, Tensor):
+            array = np.asarray(given)  # in the order of bytes and rows that PyTorch takes
+            native = array.astype(array.dtype.newbyteorder("="), "C", copy=False)
+            given = torch.tensor(native, device=device)
+        tensor: Tensor = given
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"{name} must be numbers, in a tensor, an array or lists, not {type(given).__name__} ({error}): "
-            "turn words and dates into numbers first"
+            "turn words and dates into numbers first, and leave out what is missing"
         ) from error
+    dense(name, tensor)
+    if tensor.is_complex():
+        raise TypeError(f"{name} holds {tensor.dtype}, but real numbers are needed: give both parts")
+    return tensor
 
 
 def one_each(name: str, given: Any, batch: int, device: torch.device) -> Float[Tensor, " b"]:
@@ -154,11 +160,9 @@ def one_each(name: str, given: Any, batch: int, device: torch.device) -> Float[T
 def points(name: str, tensor: Tensor, dim: int, like: Tensor | None = None, *, device: torch.device) -> None:
     """Refuse anything but floating (b, n, dim) on `device`, with the batch and points of `like`."""
     if not isinstance(tensor, Tensor):
-        array = f"{name}.to_numpy()" if hasattr(tensor, "to_numpy") else name
-        raise TypeError(
-            f"{name} must be a floating-point tensor, not {type(tensor).__name__}: "
-            f"torch.as_tensor({array}, dtype=torch.float32) makes one of numbers"
-        )
+        kind, array = type(tensor).__name__, f"{name}.to_numpy()" if hasattr(tensor, "to_numpy") else name
+        use = f"torch.as_tensor({array}, dtype=torch.float32) makes one of numbers"
+        raise TypeError(f"{name} must be a floating-point tensor, not {kind}: {use}")
     if not tensor.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, not {tensor.dtype}: use {name}.float()")
     dense(name, tensor)
@@ -182,24 +186,22 @@ def points(name: str, tensor: Tensor, dim: int, like: Tensor | None = None, *, d
 
 def per_point(name: str, tensor: Tensor, like: Tensor) -> None:
     """Refuse anything but one number for each point of `like`, on the same device."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}: use torch.as_tensor")
-    if tensor.shape != like.shape[:2] or tensor.device != like.device:
+    tensors(**{name: tensor})
+    dense(name, tensor)
+    if tensor.shape != like.shape[:2] or tensor.device != like.device or tensor.is_complex():
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} on {tensor.device}, but one entry a point is "
-            f"needed: {tuple(like.shape[:2])} on {like.device}"
+            f"needed: {tuple(like.shape[:2])} on {like.device}, of real numbers"
         )
 
 
 def mask(tensor: Tensor, like: Tensor) -> None:
     """Refuse a mask that is not boolean (batch, points)."""
     if not isinstance(tensor, Tensor):
-        raise TypeError(
-            f"mask must be a boolean tensor (True = real), not {type(tensor).__name__}: use torch.as_tensor"
-        )
+        kind = type(tensor).__name__
+        raise TypeError(f"mask must be a boolean tensor (True = real), not {kind}: use torch.as_tensor")
     if tensor.dtype != torch.bool:
         raise TypeError(f"mask must be boolean (True = real), not {tensor.dtype}: use mask != 0")
-    dense("mask", tensor)
     per_point("mask", tensor, like)
 
 
@@ -253,10 +255,8 @@ def alike(verb: str, mine: Tensor, theirs: Tensor, fingerprints: tuple[str | Non
         )
     own, other = fingerprints
     if own and other and own != other:
-        raise ValueError(
-            f"cannot {verb} states made by different weights ({own} and {other}): observe the data again "
-            "with one model"
-        )
+        made = f"made by different weights ({own} and {other})"
+        raise ValueError(f"cannot {verb} states {made}: observe the data again with one model")
 
 
 def goes_on(value: Tensor, shape: tuple[int, ...], device: torch.device) -> None:

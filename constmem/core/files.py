@@ -43,6 +43,10 @@ def write_bytes(path: str | os.PathLike[str], content: bytes | bytearray) -> Pat
     """
     path = Path(path)
     target = Path(os.path.realpath(path)) if path.is_symlink() else path
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if target.exists() and not target.is_file():
+        raise OSError(f"{path} is a device or a pipe, which a file would replace: give the name of a file")
     target.parent.mkdir(parents=True, exist_ok=True)
     clear_unfinished(target.parent, target.name)
     temporary, handle = _new_file(target)

@@ -111,6 +111,9 @@ class Moments(Monoid):
     def decay(self, factor: float | Float[Tensor, "*b"]) -> "Moments":
         """The same rows, each counted `factor` times as much; 0 < factor <= 1, one or one for each task."""
         factors = torch.as_tensor(factor, dtype=torch.float64, device=self.count.device)
+        if factors.numel() != 1 and factors.shape != self.count.shape:
+            shape, needed = tuple(factors.shape), tuple(self.count.shape)
+            raise ValueError(f"factor has shape {shape}, but one number is needed, or numbers of {needed}")
         if not bool(((factors > 0.0) & (factors <= 1.0)).all()):
             raise ValueError(f"decay takes a factor above 0 and at most 1, not {factor}")
         return self._mapped(lambda t: t * factors.reshape((*factors.shape, *[1] * (t.ndim - factors.ndim))))

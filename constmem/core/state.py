@@ -169,8 +169,8 @@ class AttentionState(Monoid):
                 "else), so they were never there; remove only what was merged, with the same weights"
             )
         share = gap.exp().clamp_max(1.0)
-        worst = float(torch.where(gone, 0.0, share).detach().max())
-        if worst > max_share or worst == 1.0:  # all of it, as far as float64 can say: nothing is left to know
+        worst = float(torch.where(gone, 0.0, share).detach().max()) if share.numel() else 0.0
+        if not worst <= max_share or worst == 1.0:  # all, as far as float64 can say
             raise ValueError(
                 f"the points to remove hold {worst:.6f} of a slot's normaliser (max_share={max_share}): what "
                 "would remain cancels to rounding error; condition again on the points to keep"
@@ -187,7 +187,8 @@ class AttentionState(Monoid):
         """
         if isinstance(log_weight, Tensor):
             checks.all_finite("log_weight", log_weight)
-            shift = log_weight.to(self.lse.dtype).reshape(-1, *[1] * (self.lse.ndim - 1))
+            shift = checks.one_each("log_weight", log_weight, self.batch, self.lse.device)
+            shift = shift.to(self.lse).reshape(-1, *[1] * (self.lse.ndim - 1))
         elif isfinite(log_weight):
             shift = torch.tensor(log_weight, dtype=self.lse.dtype, device=self.lse.device)
         else:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from constmem.data.packs import Array
-from constmem.data.rows import is_number, moment, parquet_file, parquet_table, place_of, read_text
+from constmem.data.rows import EXACT, is_number, moment, parquet_file, parquet_table, place_of, read_text
 from constmem.point_processes.events import Events
 
 File = str | os.PathLike[str]
@@ -143,6 +143,13 @@ def _numbers(values: Any, where: str) -> Array:
         raise ValueError(f"{where} is not a list of numbers ({error})") from error
     if array.ndim != 1:
         raise ValueError(f"{where} is not a flat list of numbers")
+    if np.abs(array).max(initial=0.0) > EXACT:
+        for value, taken in zip(values, array.tolist(), strict=True):
+            if isinstance(value, int) and value != taken:
+                raise ValueError(
+                    f"{where} holds {value}, which float64 would round: count from a later start, or in a "
+                    "larger unit"
+                )
     return array
 
 

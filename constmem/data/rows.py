@@ -1,6 +1,7 @@
 """The rows of CSV and Parquet files, read and written."""
 
 import csv
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -19,6 +20,7 @@ from constmem.data.packs import RATIO, ROOM
 Lines = Iterator[tuple[str, list[str]]]  # where a row is, and its cells
 MOST_HEADER = 2**20  # letters of a CSV file's first line
 OPEN_ENDED = "comma_separated_list_of_features"  # JODIE's last column: rows may have any number of these
+FINER = re.compile(r"[.,]\d{6}0*[1-9]")  # than the microseconds that a date is read to
 EXACT = 2**53  # whole numbers up to here are float64 numbers, all of them
 
 
@@ -228,6 +230,9 @@ def moment(text: str, unit: str, where: str) -> float:
             raise ValueError(
                 f"{where} has a time that is {shown}: a number or an ISO date is needed"
             ) from None
+        if FINER.search(text):
+            what = "finer than the microseconds that dates are read to: give numbers instead"
+            raise ValueError(f"{where} has a time that is {text}, {what}") from None
         date = date if date.tzinfo else date.replace(tzinfo=UTC)
         return date.timestamp() / SECONDS[known("unit to count dates in", unit, SECONDS)]
     if not isfinite(number):

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isfinite
@@ -102,7 +102,7 @@ class Table:
             by: how to split; by "time", the rows of the file are in its order.
         """
         path = Path(path)
-        x, y = ([names] if isinstance(names, str) else list(names) for names in (x, y))
+        x, y = _columns("x", x), _columns("y", y)
         names, lines = read_text(path)
         wanted = [*x, *y]
         places = [place_of(name, names, path) for name in wanted]
@@ -229,6 +229,14 @@ def _converted(side: str, array: Any) -> Any:
         if not isinstance(value, int | float | np.number) or isinstance(value, np.timedelta64):
             raise ValueError(f"{side}[{', '.join(map(str, place))}] is {str(value)[:60]!r}: {NO_NUMBER}")
     return array.astype(np.float64)
+
+
+def _columns(side: str, given: Any) -> list[str]:
+    """The names of columns, from several or from one."""
+    names = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{side} must be the name of a column, or a list of names, not {given!r}")
+    return names
 
 
 def _number(cell: str, where: str) -> float:

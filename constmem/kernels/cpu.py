@@ -132,9 +132,9 @@ def observe(
         return functools.reduce(lambda before, part: merge(*before, *part), parts)
     heads, slots, channels = plan.shape
     data = data.contiguous()
-    lse = torch.empty(b, heads, slots, dtype=torch.float64)
+    lse = torch.empty(b, heads, slots, dtype=torch.float64, device="cpu")
     if n == 1 and bias is None:
-        value = torch.empty(b, heads, 1, channels, dtype=torch.float64)
+        value = torch.empty(b, heads, 1, channels, dtype=torch.float64, device="cpu")
         where = value.data_ptr(), lse.data_ptr()
         run("observe_one", plan.pointer, b, data.data_ptr(), torch.get_num_threads(), *where)
         return value[..., : plan.weights.channels].expand(-1, -1, slots, -1), lse
@@ -179,7 +179,7 @@ class Event(NamedTuple):
 
 def _laid(event: Event, plan: Plan, tasks: int) -> "array[int] | None":
     """`Event` of native_events.h; None where machine code cannot read it, or finds too little there."""
-    (heads, slots, _), (count, width), none = plan.shape, event.table.shape, torch.empty(0)
+    (heads, slots, _), (count, width), none = plan.shape, event.table.shape, event.table[:0]
     waves, weight, bias = event.project or (none, none, none)
     rates = none if event.log_rates is None else event.log_rates
     weights = event.table, weight, bias, *event.scale, waves, rates
@@ -269,7 +269,7 @@ def empty(*shape: int) -> Float[Tensor, "..."]:
     """
     size = 8 * prod(shape)
     if not SMALLEST < size <= LARGEST:
-        return torch.empty(shape, dtype=torch.float64)
+        return torch.empty(shape, dtype=torch.float64, device="cpu")
     memory = _taken(size)
     view = (ctypes.c_char * size).from_buffer(memory)  # lives as long as the tensor's storage
     weakref.finalize(view, _leave, memory).atexit = False

@@ -143,7 +143,7 @@ class Program:
                 "q", (context.data_ptr(), context.stride(0), shape[-2])
             )
             kept.append((context, mask))  # until the end: these may be copies
-        out, code = torch.empty(tasks, self._levels, tokens, self._width), cpu.library()
+        out, code = x.new_empty(tasks, self._levels, tokens, self._width), cpu.library()
         assert code is not None  # as `serves` says
         short = code.layers(
             self._count, self._rows.buffer_info()[0], places.buffer_info()[0], tasks, tokens,
@@ -224,7 +224,7 @@ def gap_vectors(
     """Standardised log gaps, which `serves`, as vectors: linear in 1, z and waves of z; no gap is a NaN."""
     if weight.numel() != len(bias) * (2 + 2 * len(waves)) or not all(map(_readable, (waves, weight, bias))):
         return None
-    z, out = z.contiguous(), torch.empty(*z.shape, len(bias))
+    z, out = z.contiguous(), z.new_empty(*z.shape, len(bias))
     where = (t.data_ptr() for t in (z, waves, weight, bias, out))
     cpu.run("gap_vectors", z.numel(), len(bias), len(waves), *where)
     return out
@@ -237,7 +237,7 @@ def turned(
     if torch.is_grad_enabled() or value.dtype != torch.float64 or not value.is_cpu or not cpu.usable():
         return None
     value, clock, channels = value.contiguous(), clock.contiguous(), value.shape[-1]
-    out = torch.empty(value.shape)
+    out = torch.empty(value.shape, dtype=torch.float32, device=value.device)
     sizes = len(value), value[:1].numel() // max(channels, 1), channels, len(turns)
     cpu.run("turned", *sizes, *(t.data_ptr() for t in (value, clock, turns, out)))
     return out

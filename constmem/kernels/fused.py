@@ -142,9 +142,9 @@ def forward_blocked(q: Queries, k: Keys, v: Keys, bias: Bias) -> tuple[Values, L
     s = q.shape[-2]
     q2 = (q * _LOG2E).expand(b, h, s, c).reshape(b * h, s, c)
     shift = None if bias is None else (bias * _LOG2E).repeat_interleave(h, 0)[:, None, :]
-    buffer = torch.empty(b * h * s * min(BLOCK, n))
-    acc, total = torch.zeros(b * h, s, c), torch.zeros(b * h, s, 1)
-    top = torch.full((b * h, s, 1), -float("inf"))
+    buffer = k.new_empty(b * h * s * min(BLOCK, n))
+    acc, total = k.new_zeros(b * h, s, c), k.new_zeros(b * h, s, 1)
+    top = k.new_full((b * h, s, 1), -float("inf"))
     for start in range(0, n, BLOCK):
         here = slice(start, min(start + BLOCK, n))
         size = here.stop - start

@@ -129,7 +129,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         return load(built(FLAGS))
-    except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, AttributeError, ValueError, subprocess.SubprocessError) as error:
         detail = (getattr(error, "stderr", None) or str(error)).strip()[:500]
         CPU.failed = detail
         CPU.unfit(detail)

@@ -104,7 +104,8 @@ class NeuralProcess(PointModel[S], Generic[S, M]):
         self._check(x, y, mask)
         if log_weight is not None:
             checks.per_point("log_weight", log_weight, x)
-            checks.finite("log_weight", log_weight.clamp_min(EMPTY)[..., None], mask)
+            wide = log_weight.to(torch.promote_types(log_weight.dtype, torch.float32))
+            checks.finite("log_weight", wide.clamp_min(EMPTY)[..., None], mask)
         with self._verified():
             state: S = self._signed(self._observe(*self._scaled((x, y, mask)), log_weight))
         return state

@@ -50,7 +50,9 @@ class BootstrapProcess(SamplingProcess[StoredPoints, M], StoringProcess[M]):
         generator = generator or torch.Generator().manual_seed(self.seed)
         points = self._points(state)
         shape = points[0].shape[1], 2, self.num_samples  # points first: more of them change no draw before
-        uniforms = torch.rand(shape, generator=generator, device=generator.device).to(self.device)
+        uniforms = torch.rand(shape, generator=generator, dtype=torch.float32, device=generator.device).to(
+            self.device
+        )
         return self._versions(ordered(*points), uniforms.permute(1, 2, 0)[:, None])
 
     def decode(
@@ -64,8 +66,8 @@ class BootstrapProcess(SamplingProcess[StoredPoints, M], StoringProcess[M]):
     ) -> Float[Tensor, "2 b k n"]:
         shape = 2, xc.shape[0], self.num_train_samples, xc.shape[1]
         if generator is None:  # left out, not None: a compiler could not take other sizes with it
-            return torch.rand(shape, device=xc.device)
-        return torch.rand(shape, generator=generator, device=xc.device)
+            return torch.rand(shape, dtype=torch.float32, device=xc.device)
+        return torch.rand(shape, generator=generator, dtype=torch.float32, device=xc.device)
 
     def _loss(self, context: Chunk, targets: Chunk, noise: Float[Tensor, "2 b k n"]) -> Tensor:
         x, y, mask = joined(context, targets)

@@ -82,7 +82,7 @@ class LatentProcess(SamplingProcess[S, Sampled]):
         """Samples of the latent, the model's own or (with a generator) new ones, and the rest."""
         latent, noise = self.latent(state), self.noise
         if generator is not None:
-            noise = torch.randn(noise.shape, generator=generator, device=noise.device)
+            noise = torch.randn(noise.shape, generator=generator, dtype=torch.float32, device=noise.device)
         return Sampled((latent.mean + latent.stddev * noise).to(self.dtype), self._context(state))
 
     def decode(
@@ -98,8 +98,8 @@ class LatentProcess(SamplingProcess[S, Sampled]):
     ) -> Float[Tensor, "b k z"]:
         shape = xc.shape[0], self.num_train_samples, self.noise.shape[-1]
         if generator is None:  # left out, not None: a compiler could not take other sizes with it
-            return torch.randn(shape, device=xc.device)
-        return torch.randn(shape, generator=generator, device=xc.device)
+            return torch.randn(shape, dtype=torch.float32, device=xc.device)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device=xc.device)
 
     def _loss(self, context: Chunk, targets: Chunk, noise: Float[Tensor, "b k z"]) -> Tensor:
         x, y, mask = joined(context, targets)

@@ -280,7 +280,7 @@ _kept: dict[int, Tensor] = {}  # of numbers alone: machine code looks at them ev
 
 def _turns_on_cpu(pairs: int) -> Float64[Tensor, " p"]:
     """The same, remembered, but not those that are symbols of a tracer: the next call would find them."""
-    found = _kept[pairs] if pairs in _kept else _turns(pairs)
+    found = _kept[pairs] if pairs in _kept else _turns(pairs, torch.device("cpu"))
     return _kept.setdefault(pairs, found) if type(found) is Tensor else found
 
 

@@ -21,6 +21,7 @@ from constmem.point_processes.padding import (
     marks_of,
     one_sequence,
     pad,
+    require_kept,
 )
 
 PADDED = ("times", "marks", "mask")
@@ -129,6 +130,8 @@ class Events:
         if starts.is_floating_point():
             rows = [exact(f"gaps[{k}]", row) for k, row in enumerate(rows)]
         times = [start + row.cumsum(0) for start, row in zip(starts, rows, strict=True)]
+        for k, (row, at) in enumerate(zip(rows, times, strict=True)):
+            require_kept(f"gaps[{k}]", row, starts[k], at)
         return Events.from_arrival_times(
             times, marks=marks, t_start=starts, t_end=t_end, unit=unit, num_marks=num_marks
         )

@@ -55,6 +55,20 @@ def exact(name: str, values: Tensor) -> Float64[Tensor, "*b"]:
     return wide
 
 
+def require_kept(name: str, gaps: Tensor, start: Tensor, times: Tensor) -> None:
+    """Refuse gaps that float64 rounds away, as their times are beyond whole numbers."""
+    if not len(gaps) or not bool(times.abs().max() > 2**53):
+        return
+    kept = torch.cat([start[None].to(times), times]).diff()
+    lost = (kept - gaps).abs()
+    if bool(lost.max() > 1e-3 * gaps.double().mean()):
+        i = int(lost.argmax())
+        raise ValueError(
+            f"{name}[{i}] is {gaps[i].item()}, but {kept[i].item()} at a time of {times[i].item()}, as "
+            "float64 rounds times of that size: begin with a t_start nearer to 0"
+        )
+
+
 def _rounded(name: str, index: Sequence[int], found: int) -> ValueError:
     return ValueError(
         f"{name}{''.join(f'[{i}]' for i in index)} is {found}, which float64 would round to "

@@ -102,6 +102,17 @@ def checked(keys: Sequence[Hashable]) -> list[Hashable]:
     return names
 
 
+def fits(model: AnyModel | Table, blank: Any, names: list[Hashable], state: Any) -> None:
+    """Refuse states that cannot be held under these keys, beside states like `blank`."""
+    if len(set(names)) != len(names) or len(names) != state.batch:
+        raise ValueError(f"{len(set(names))} different keys cannot name a batch of {state.batch} states")
+    model._require_own(state)
+    held, given = ({k: (t.dtype, t.shape[1:]) for k, t in s.tensors().items()} for s in (blank, state))
+    if held != given:
+        dtype = getattr(blank, blank.LEAD).dtype
+        raise ValueError(f"the state is not in the precision of those held here: state.to(dtype={dtype})")
+
+
 def one_size(model: Any) -> tuple[Any, Any]:
     """What holds states by key, and its state of nothing; models whose states grow are refused."""
     found: Any = by_key(model)

@@ -16,7 +16,7 @@ from constmem.core import checks
 from constmem.core.files import read_tensors, write_tensors
 from constmem.core.monoid import NOTHING
 from constmem.point_processes import PointProcess
-from constmem.streams import Pooled, Table, blaming, checked, grouped, listed, named, one_size, rows_of
+from constmem.streams import Pooled, Table, blaming, checked, fits, grouped, listed, named, one_size, rows_of
 
 KIND, VERSION = "constmem.pool", 1
 KEYS = "keys"  # the tensor of a file that holds them, as JSON in UTF-8
@@ -126,9 +126,7 @@ class StreamPool:
     def put(self, keys: Sequence[Hashable], state: Any) -> None:
         """Hold these states under these keys, in place of those held before."""
         names = checked(keys)
-        if len(set(names)) != len(names) or len(names) != state.batch:
-            raise ValueError(f"{len(set(names))} different keys cannot name a batch of {state.batch} states")
-        self.model._require_own(state)
+        fits(self.model, self._blank, names, state)
         with self._writing:
             self._require_room(names)
             self._put([(names, state)])
@@ -143,6 +141,8 @@ class StreamPool:
 
     def merge(self, other: "StreamPool") -> None:
         """Merge all streams of another pool: states of the same key, as if one had seen both."""
+        if other is self:
+            raise ValueError("a pool cannot be merged with itself: its rows would count twice")
         with other._writing:
             names, theirs = other.keys, other._taken(other.keys)
         self._merge(names, theirs)

@@ -12,7 +12,7 @@ from torch import Tensor
 from constmem.core import checks
 from constmem.core.monoid import Monoid
 from constmem.neural_processes import NeuralProcess
-from constmem.streams import AnyModel, checked, listed, rows_of
+from constmem.streams import AnyModel, checked, fits, listed, rows_of
 from constmem.streams.database import Database, Position
 from constmem.streams.journal import Journaled, Layout
 from constmem.streams.pool import StreamPool
@@ -30,7 +30,8 @@ class Store:
     calls, other streams, or when the process was killed.
 
     Args:
-        path: an SQLite file, made where it is missing. One process at a time holds it.
+        path: an SQLite file, made where it is missing. One process at a time holds it, and none
+            that is forked from that one.
         model: as for a `StreamPool`.
         memory: bytes for states in memory.
         single: whether values are kept in float32 on disk: half the size, about 1e-7 of each value lost
@@ -70,7 +71,7 @@ class Store:
         layout = Layout(model, pool._blank, single)
         self._lock = RLock()
         self._database = Database(path, layout.about, power=power)
-        self._open = True
+        self._open, self._process = True, os.getpid()
         try:
             self._held = Journaled(self._database, pool, layout, memory, journal)
         except BaseException:
@@ -167,10 +168,8 @@ class Store:
     def put(self, keys: Sequence[Hashable], state: Any) -> None:
         """Hold these states under these keys, in place of those held before; on disk when it returns."""
         names = _named(keys)
-        if len(set(names)) != len(names) or len(names) != state.batch:
-            raise ValueError(f"{len(set(names))} different keys cannot name a batch of {state.batch} states")
-        self.model._require_own(state)
         with self._locked() as held:
+            fits(self.model, held.pool._blank, names, state)
             held.put(names, state)
 
     def create(self, keys: Sequence[Hashable], *, start: Any = 0.0) -> None:
@@ -225,6 +224,8 @@ class Store:
 
     def close(self) -> None:
         """Write all states and close the file."""
+        if self._process != os.getpid():
+            return  # it is another process's to close
         with self._lock:
             if self._open:
                 self._open = False
@@ -252,6 +253,9 @@ class Store:
 
     @contextmanager
     def _locked(self) -> Iterator[Journaled]:
+        if self._process != os.getpid():
+            owner = f"{self._process}, from which this one was forked"
+            raise ValueError(f"the store {self._database.path} is held by process {owner}: open it there")
         with self._lock:
             if not self._open:
                 raise ValueError(f"the store {self._database.path} is closed: open it again")

@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import copy
 from functools import wraps
 from threading import RLock
@@ -38,11 +39,11 @@ T = TypeVar("T")
 
 
 def alone(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """A method that waits until no other thread is in one of the same estimator."""
+    """A method that waits until no other thread is in one of the same estimator; it works on the CPU."""
 
     @wraps(method)
     def waiting(self: Any, /, *given: P.args, **named: P.kwargs) -> T:
-        with self._lock:
+        with self._lock, torch.device("cpu") if torch._C._len_torch_function_stack() else nullcontext():
             return method(self, *given, **named)
 
     return waiting
@@ -246,8 +247,8 @@ def load(path: str | os.PathLike[str]) -> tuple[Learner, dict[str, Any]]:
     """Read what `save` wrote: the learner, and what was given beside it."""
     tensors, words = read_tensors(path, kind=KIND, version=VERSION)
     try:
-        header = json.loads(words["content"])
-        learner = _learner(header, tensors)
+        with torch.device("cpu"):  # whatever new tensors usually are
+            learner = _learner(header := json.loads(words["content"]), tensors)
     except DAMAGE as error:
         raise _damaged(path, error) from error
     return learner, header["about"]

@@ -35,7 +35,7 @@ def frame_of(x: Any) -> Frame:
         if len(lengths) > 1:
             raise ValueError(f"columns have different lengths {sorted(lengths)}: every row needs all of them")
         return _of_columns(columns, lengths.pop() if lengths else 0)
-    array = x if isinstance(x, np.ndarray) else _array(x)
+    array = _filled(x) if isinstance(x, np.ndarray) else _array(x)
     if array.ndim != 2:
         raise ValueError(_reshape(array))
     if array.dtype.kind == "c":
@@ -51,9 +51,21 @@ def frame_of(x: Any) -> Frame:
     return _of_columns([(i, array[:, i]) for i in range(array.shape[1])], len(array))
 
 
+def _filled(x: NDArray[Any]) -> NDArray[Any]:
+    """An array as it is; what a mask hides is missing."""
+    if not np.ma.is_masked(x):
+        return x
+    if x.dtype.kind not in "fiub":
+        raise TypeError(
+            f"X is a masked array of {x.dtype}: give X.astype(object).filled(None), None is missing"
+        )
+    filled: NDArray[Any] = np.ma.filled(x.astype(np.float64), np.nan)
+    return filled
+
+
 def _array(x: Any) -> NDArray[Any]:
     try:
-        array = np.asarray(x)
+        array = np.asarray(x.detach() if hasattr(x, "detach") else x)
     except ValueError as error:  # rows of different lengths
         raise ValueError(f"X is no table ({error}): every row needs the same columns") from error
     return np.array(x, dtype=object) if array.dtype.kind in "US" else array  # [1, 'a'] has become text
@@ -207,7 +219,10 @@ def targets_of(y: Any, rows: int) -> NDArray[Any]:
     """Targets as an array, one entry or row for each row of the table."""
     if y is None:
         raise ValueError("requires y to be passed, but the target y is None: give one target a row")
+    y = y.detach() if hasattr(y, "detach") else y
     targets = np.asarray(y.to_numpy() if hasattr(y, "to_numpy") else y)
+    if np.ma.is_masked(y):
+        raise ValueError("Input y is a masked array: leave rows without a target out, as in X[~y.mask]")
     if targets.ndim not in (1, 2):
         raise ValueError(f"y has shape {targets.shape}: (rows,) or (rows, targets) is needed")
     if len(targets) != rows:

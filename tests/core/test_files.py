@@ -214,3 +214,17 @@ def test_another_version_is_refused(tmp_path: Path, version: int) -> None:
     write_tensors(tmp_path / "t", {"a": torch.rand(3)}, header)
     with pytest.raises(ValueError, match=f"format version {version}; this constmem reads version 1"):
         read_tensors(tmp_path / "t", kind="kind", version=1)
+
+
+def test_a_pipe_or_a_folder_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    for path in (pipe, link):
+        with pytest.raises(OSError, match="a device or a pipe"):
+            write_text(path, "new")
+    assert pipe.is_fifo()
+    for folder in (tmp_path, Path()):
+        with pytest.raises(IsADirectoryError):
+            write_text(folder, "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe"]

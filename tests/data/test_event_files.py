@@ -220,3 +220,25 @@ def test_the_real_packs_are_sound_and_have_their_counts(name, counts, unit, num_
     parts = [load_events(name, split=split) for split in ("train", "validation", "test")]
     assert tuple(map(len, parts)) == counts
     assert {(part.unit, part.num_marks) for part in parts} == {(unit, num_marks)}
+
+
+@pytest.mark.parametrize("unit", ["second", "day"])
+def test_dates_finer_than_microseconds_are_refused_not_cut(tmp_path: Path, unit: str) -> None:
+    path = tmp_path / "e.csv"
+    path.write_text("user_id,item_id,timestamp\n7,0,2024-01-01T00:00:00.000001000Z\n")
+    assert read_event_csv(path, unit=unit).num_events == 1
+    path.write_text("user_id,item_id,timestamp\n7,0,2024-01-01T00:00:00.000001101Z\n")
+    with pytest.raises(ValueError, match=r"line 2 .* finer than the microseconds"):
+        read_event_csv(path, unit=unit)
+
+
+def test_whole_times_of_records_that_float64_would_round_are_refused(tmp_path: Path) -> None:
+    path, start = tmp_path / "e.jsonl", 1_700_000_000_000_000_000
+    for times, fits in (([start, start + 256], True), ([start, start + 100], False)):
+        record = {"time_since_start": times, "type_event": [0, 0], "dim_process": 1, "seq_len": 2}
+        path.write_text(json.dumps(record) + "\n")
+        if fits:
+            assert read_easytpp(path, unit="ns").gaps.tolist() == [[0.0, 256.0]]
+        else:
+            with pytest.raises(ValueError, match="float64 would round"):
+                read_easytpp(path, unit="ns")

@@ -85,3 +85,10 @@ def test_a_file_of_rows_that_do_not_fit_each_other_is_refused(tmp_path: Path, ch
     replace(table, **wrong).save(tmp_path / "t")
     with pytest.raises(ValueError, match=r"t is damaged .*: write the table again"):
         Table.load(tmp_path / "t")
+
+
+@pytest.mark.parametrize("wrong", [None, 3, [0], [], ["age", None]])
+def test_names_of_columns_that_are_none_are_refused(file: Path, wrong: Any) -> None:
+    for given in ({"x": wrong, "y": "income"}, {"x": "age", "y": wrong}):
+        with pytest.raises(TypeError, match="must be the name of a column, or a list of names"):
+            Table.read(file, **given)

@@ -14,10 +14,10 @@ from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.parametrize import remove_parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from constmem import CMANP, CMABStack
+from constmem import CMANP, CMHP, CMABStack, Events
 from constmem.core.block import through_levels
 from constmem.core.layers import MLP, CrossAttention, FeedForward
-from constmem.kernels import cpu, cpu_reading
+from constmem.kernels import cpu, cpu_reading, fused
 from tests.core.in_numpy import Array, array, attended, fed, layer, read
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="there is no C++ compiler")
@@ -276,6 +276,18 @@ def test_modules_that_do_more_than_their_weights_are_called(way: Any, calls: lis
         calls.clear()
 
 
+@pytest.mark.parametrize("way", [pruned, nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@torch.no_grad()
+def test_every_linear_map_of_a_model_may_be_pruned(way: Callable[[nn.Module], object]) -> None:
+    model = CMANP(dim_x=2, dim_y=1, dim=16, depth=2, num_slots=4, num_latents=4, hidden=8).eval()
+    x, y = torch.randn(1, 5, 2), torch.randn(1, 5, 1)
+    expected = model.query(model.condition(x, y), x).mean
+    for module in [module for module in model.modules() if type(module) is nn.Linear]:
+        way(module)
+        assert torch.allclose(model.query(model.condition(x, y), x).mean, expected, atol=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_gradients_other_numbers_and_transforms_get_operators(calls: list[str]) -> None:
     decoder, x, levels = Decoder(16, 2), torch.randn(2, 5, 16), [torch.randn(2, 7, 16)] * 2
@@ -424,3 +436,30 @@ def test_numbers_that_are_none_stay_none_and_harm_no_other_task(calls: list[str]
     assert bool(found[0].isnan().all())
     assert torch.equal(found[1], expected[1])
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("usual", [torch.float64, torch.float16])
+def test_what_a_model_answers_does_not_depend_on_the_usual_precision_of_new_tensors(
+    usual: torch.dtype, calls: list[str]
+) -> None:
+    model = CMANP(dim_x=2, dim_y=1, dim=16, depth=2, num_slots=4, num_latents=4, hidden=8).eval()
+    events = CMHP(num_marks=2, dim=16, num_slots=4).eval()
+    happened = Events.from_arrival_times([[0.0, 1.0, 2.5]], marks=[[0, 1, 0]], unit="s", num_marks=2)
+    q, k, v = torch.randn(2, 4, 8), torch.randn(1, 2, 1200, 8), torch.randn(1, 2, 1200, 8)
+    x, y = torch.randn(1, 5, 2), torch.randn(1, 5, 1)
+
+    @torch.no_grad()
+    def answers() -> list[Tensor]:
+        state = model.update(model.condition(x, y), x[:, :1], y[:, :1])
+        happening = events.query(events.condition(happened)).mean
+        return [model.query(state, x).mean, happening, *fused.forward_blocked(q, k, v, None)]
+
+    expected, before = answers(), torch.get_default_dtype()
+    torch.set_default_dtype(usual)
+    try:
+        found = answers()
+    finally:
+        torch.set_default_dtype(before)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    assert calls

@@ -116,7 +116,7 @@ def test_a_cache_that_is_not_ones_own_is_refused_with_one_line(
         assert made != planted
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "g++ '"])
 def test_without_a_working_compiler_there_is_no_library_and_one_line_says_so(
     compiler: str, cache: Path, said: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

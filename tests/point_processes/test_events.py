@@ -258,3 +258,10 @@ def test_bucketed_batches_hold_every_sequence_once_with_little_padding():
     again = [b.t_start.tolist() for b in bucketed(events, 16, torch.Generator().manual_seed(1))]
     assert again == [b.t_start.tolist() for b in bucketed(events, 16, torch.Generator().manual_seed(1))]
     assert again != [b.t_start.tolist() for b in bucketed(events, 16, torch.Generator().manual_seed(2))]
+
+
+@pytest.mark.parametrize("start", [1_700_000_000_000_000_000, 1.7e18])
+def test_gaps_that_a_late_start_would_round_away_are_refused(start: float) -> None:
+    with pytest.raises(ValueError, match=r"gaps\[0\]\[2\] is 100.0, but 256.0 at .* t_start nearer to 0"):
+        Events.from_gaps([[0.0, 100.5, 100.0]], t_start=start, unit="ns")
+    assert Events.from_gaps([[0.0, 100.5]], t_start=1e9, unit="ns").gaps.tolist() == [[0.0, 100.5]]

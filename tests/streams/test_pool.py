@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Hashable
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -304,3 +305,23 @@ def test_a_pool_that_is_too_large_to_load_is_not_called_damaged(tmp_path: Path) 
     with pytest.raises(ValueError, match="holds 5 streams, more than most=4") as caught:
         StreamPool.load(tmp_path / "pool", model, most=4)
     assert "damaged" not in str(caught.value)
+
+
+def test_a_state_in_another_precision_is_refused_and_its_key_stays_unknown(refuses: Refuses) -> None:
+    model = small_models.small("cmanp")
+    pool = StreamPool(model)
+    state = model.condition(torch.randn(1, 4, 2), torch.randn(1, 4, 2))
+    for wrong in (state.to(dtype=torch.float32), replace(state, value=state.value.float())):
+        with refuses(ValueError, "not in the precision"):
+            pool.put(["a"], wrong)
+        assert "a" not in pool
+    pool.put(["a"], state)
+    assert pool.count(["a"]).tolist() == [4]
+
+
+def test_a_pool_is_not_merged_with_itself(refuses: Refuses) -> None:
+    pool = StreamPool(small_models.small("cmanp"))
+    pool.observe(["a"], torch.randn(1, 2), torch.randn(1, 2))
+    with refuses(ValueError, "count twice"):
+        pool.merge(pool)
+    assert pool.count(["a"]).tolist() == [1]

@@ -456,3 +456,37 @@ def test_an_error_names_the_row_that_is_refused(bad: int, tmp_path: Path) -> Non
         store.observe(names, [2.0] * 41, [0] * 41)
         with pytest.raises(ValueError, match=rf"^row {bad}: event 0 of stream 0 is at 1.0"):
             store.observe(names, times, [0] * 41)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_process_is_told_that_the_store_is_not_its_own(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s", MODEL)
+    store.observe(["a"], [0.1], [1.0])
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        try:
+            store.observe(["b"], [0.1], [1.0])
+            said = "taken"
+        except ValueError as error:
+            said = str(error)
+        store.close()
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert "forked" in os.read(reading, 1000).decode()
+    store.observe(["a"], [0.1], [1.0])
+    store.close()
+    with Store(tmp_path / "s", MODEL) as again:
+        assert again.count(["a"]).tolist() == [2]
+        assert again.known(["b"]) == []
+
+
+def test_a_state_in_another_precision_never_reaches_the_file(tmp_path: Path) -> None:
+    state = MODEL.condition(torch.randn(1, 4, 1), torch.randn(1, 4, 1))
+    with Store(tmp_path / "s", MODEL) as store:
+        with pytest.raises(ValueError, match="not in the precision"):
+            store.put(["a"], state.to(dtype=torch.float32))
+        assert store.known(["a"]) == []
+    with Store(tmp_path / "s", MODEL) as again:
+        assert again.known(["a"]) == []

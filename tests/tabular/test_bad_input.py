@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 
@@ -211,3 +212,19 @@ def test_one_row_with_a_huge_target_leaves_a_state_that_answers(pretrained: bool
         warnings.simplefilter("ignore")  # predictions there mean little, it says
         assert np.isfinite(answers_of(model, x)).all()
         assert np.isfinite(model.predict_interval(x)).all()
+
+
+def test_what_a_mask_hides_is_missing_and_a_tensor_may_want_gradients() -> None:
+    x, y = np.random.default_rng(0).standard_normal((200, 3)), np.arange(200.0)
+    hidden = x > 1.0
+    gaps, masked = np.where(hidden, np.nan, x), np.ma.array(x, mask=hidden)
+    model = StreamingRegressor(warmup=50).partial_fit(gaps, y)
+    other = StreamingRegressor(warmup=50).partial_fit(masked, y)
+    assert np.array_equal(model.predict(x), other.predict(x))
+    assert np.array_equal(model.predict(gaps), model.predict(masked))
+    wanting = [torch.tensor(given, requires_grad=True) for given in (gaps, y)]
+    assert np.array_equal(StreamingRegressor(warmup=50).partial_fit(*wanting).predict(x), model.predict(x))
+    with pytest.raises(ValueError, match="y is a masked array"):
+        model.partial_fit(x, np.ma.array(y, mask=y > 5))
+    with pytest.raises(TypeError, match="masked array of <U1"):
+        model.predict(np.ma.array(x.astype(str).astype("<U1"), mask=hidden))
