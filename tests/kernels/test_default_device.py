@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 ASKED = """
+import sys
+
 import numpy as np, torch
 from constmem import CMANP, CMHP, Events, StreamingRegressor
 
@@ -30,8 +32,6 @@ def answers(path):
     return [read.numpy(), process.query(known).mean.numpy(), intervals]
 
 
-import sys
-from pathlib import Path
 expected = answers(sys.argv[1])
 torch.set_default_device("meta")  # which keeps no numbers: whatever is made there by mistake is noticed
 for one, other in zip(answers(sys.argv[1]), expected, strict=True):
