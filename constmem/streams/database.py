@@ -12,13 +12,13 @@ from typing import Any
 
 Key = Hashable
 Position = int | str
-VERSION = 1
+VERSION = 2
 SEAL = 8  # bytes of the checksum behind each content
 SCHEMA = """
 create table about (name text primary key, value text not null);
 create table states (key primary key, upto integer not null, content blob not null);
 create table journal (id integer primary key, content blob not null);
-create table sources (name text primary key, position not null);
+create table sources (name text primary key, position blob not null);
 """
 WRITE = (
     "insert into states values (?, ?, ?) "
@@ -76,6 +76,7 @@ class Database:
                     f"{self.path} is a store whose {name} is {found.get(name)!r}, but here it is {value!r}: "
                     "open it with the model and settings it was made with, or take another file"
                 )
+        self.positions, self._lost = self._read_positions()
 
     def _about(self) -> dict[str, Any]:
         row = self._sqlite.execute("select value from about where name = 'about'").fetchone()
@@ -162,14 +163,35 @@ class Database:
         """Inside of a transaction: entries that all states hold."""
         self._sqlite.execute("delete from journal where id < ?", (before,))
 
-    def positions(self) -> dict[str, Position]:
-        """Of every source."""
-        with self._clear():
-            return dict(self._sqlite.execute("select name, position from sources").fetchall())
+    def position(self, source: str) -> Position | None:
+        """How far a source was taken in; None: nothing was. Refused where that is damaged."""
+        if source not in self.positions and self._lost is not None:
+            raise self._lost
+        return self.positions.get(source)
+
+    def _read_positions(self) -> tuple[dict[str, Position], DamagedError | None]:
+        """Of every source, and an error where one is not what was written."""
+        found, lost = {}, None
+        rows = self._sqlite.execute("select cast(name as blob), cast(position as blob) from sources")
+        for raw, content in rows.fetchall():
+            name = raw.decode(errors="backslashreplace")
+            try:
+                found[name] = json.loads(self._opened(f"source {name}", content, "a position", "its source"))
+            except DamagedError:
+                lost = DamagedError(
+                    f"{self.path} is damaged: the position of {name!r}, or that name, is not what was "
+                    "written, so that rows of a source could be taken twice; take a copy of it, or say where "
+                    "sources were by store.move(source, position)"
+                )
+        return found, lost
 
     def place(self, positions: dict[str, Position]) -> None:
         """Inside of a transaction: how far these sources were taken in."""
-        self._sqlite.executemany("insert or replace into sources values (?, ?)", positions.items())
+        run = self._sqlite.executemany
+        sealed = (
+            (name, _sealed(f"source {name}", json.dumps(at).encode())) for name, at in positions.items()
+        )
+        run("insert or replace into sources values (?, ?)", sealed)
 
     def check(self) -> None:
         """Verify every page and every checksum; raises where something is damaged."""
@@ -179,6 +201,8 @@ class Database:
                 raise self._damaged("; ".join(found))
             for (key,) in self._sqlite.execute("select key from states"):
                 list(self.states([key]))
+            if (lost := self._read_positions()[1]) is not None:
+                raise lost
 
     def close(self) -> None:
         """Close the file."""

@@ -86,7 +86,7 @@ class Journaled:
     ) -> None:
         self.database, self.pool, self.layout, self.longest = database, pool, layout, longest
         self.most = max(memory // pool._blank.nbytes, FEWEST)
-        self.positions, self.number = database.positions(), database.number()
+        self.positions, self.number = database.positions, database.number()
         self._upto: dict[Hashable, int] = {}  # by key in memory, the latest used last: entries that it holds
         self._first: dict[Hashable, int] = {}  # the first entry that the file lacks, the oldest first
         self._rows: dict[int, int] = {}  # of each entry in the journal

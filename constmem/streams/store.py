@@ -113,22 +113,22 @@ class Store:
         _require_places(positions)
         with self._locked() as held:
             new = tuple(self._is_new(name, place) for name, place in positions.items())
-            if all(new) and rows:
+            if all(new) and (rows or positions):
                 numbers: dict[Hashable, int] = {}
                 places = np.array([numbers.setdefault(name, len(numbers)) for name in rows], np.int64)
                 held.take(list(numbers), places, *given, positions)
             return new
 
     def _is_new(self, source: str, position: Position) -> bool:
-        known = self._held.positions.get(source)
+        known = self._database.position(source)
         if isinstance(known, int) and isinstance(position, int):
             return position > known
         return known != position
 
     def position(self, source: str) -> Position | None:
         """The position of the last row taken from a source; None: nothing was."""
-        with self._locked() as held:
-            return held.positions.get(source)
+        with self._locked():
+            return self._database.position(source)
 
     def sources(self, more: Sequence[str] = ()) -> int:
         """How many sources have a position, or would with these."""
@@ -184,6 +184,8 @@ class Store:
 
     def merge(self, into: Hashable, other: Hashable) -> None:
         """Merge another stream into this one; the other stays as it is."""
+        if into == other:
+            raise ValueError(f"{into!r} cannot be merged into itself: its points would count twice")
         with self._locked() as held:
             mine, theirs = self.state([into]), self.state([other])
             if not isinstance(mine, Monoid):
@@ -294,6 +296,4 @@ def _require_places(positions: dict[str, Position]) -> None:
         if isinstance(place, int) and not -(2**63) <= place < 2**63:
             raise ValueError(f"the position {place} of {name!r} does not fit 64 bits")
         if not 0 < len(name) <= LONGEST or (isinstance(place, str) and len(place) > LONGEST):
-            raise ValueError(
-                f"a source and its position have at most {LONGEST} letters, and a source has one"
-            )
+            raise ValueError(f"sources and positions have at most {LONGEST} letters, and a source has one")

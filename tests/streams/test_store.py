@@ -411,6 +411,45 @@ def test_a_damaged_state_harms_no_other_stream_and_can_be_deleted(
         assert again.count(["ann", "bob"]).tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("change", ["position = position || x'00'", "name = 'a'", "position = 7"])
+def test_a_damaged_position_is_noticed_and_other_sources_go_on(tmp_path: Path, change: str) -> None:
+    path, row = tmp_path / "s", (["ann"], [1.0], [1.0])
+    with Store(path, MODEL) as store:
+        for source in ("one", "two"):
+            store.observe(*row, source=source, position=5)
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        other.execute(f"update sources set {change} where name = 'one'")
+        other.commit()
+    with Store(path, MODEL) as store:
+        assert store.observe(*row, source="two", position=6)
+        for call in (lambda: store.position("one"), lambda: store.observe(*row, source="one", position=6)):
+            with pytest.raises(ValueError, match="rows of a source could be taken twice"):
+                call()
+        with pytest.raises(ValueError, match="damaged"):
+            store.check()
+        assert store.count(["ann"]).tolist() == [3]
+        store.move("one", 5)
+        assert not store.observe(*row, source="one", position=5)
+    with Store(path, MODEL) as store:
+        assert store.observe(*row, source="one", position=6)
+        assert store.count(["ann"]).tolist() == [4]
+
+
+def test_a_position_is_remembered_with_no_rows_too(tmp_path: Path) -> None:
+    with Store(tmp_path / "s", MODEL) as store:
+        assert store.observe([], np.zeros((0, 1)), np.zeros((0, 1)), source="one", position=5)
+        assert store.position("one") == 5
+        assert not store.observe(["ann"], [1.0], [1.0], source="one", position=5)
+
+
+def test_a_stream_is_not_merged_into_itself(tmp_path: Path) -> None:
+    with Store(tmp_path / "s", MODEL) as store:
+        store.observe(["ann"], [1.0], [1.0])
+        with pytest.raises(ValueError, match="into itself"):
+            store.merge("ann", "ann")
+        assert store.count(["ann"]).tolist() == [1]
+
+
 def test_what_a_store_does_not_take_is_said(tmp_path: Path) -> None:
     with Store(tmp_path / "s", MODEL) as store:
         store.observe(["a", 7], [1.0, 2.0], [1.0, 2.0], source="t", position=5)
