@@ -42,8 +42,10 @@ attack: $(VENV)/.dev  ## damaged files, odd calls, kills, races and limits; line
 
 store-attack: $(VENV)/.dev  ## a thousand kills of store, consumers and service, and odd requests: twelve minutes
 	$(BIN)/python -m pytest -m attack tests/attack/test_stores.py $(ARGS)
+	$(BIN)/python benchmarks/store_kills.py
+	$(BIN)/python benchmarks/tables.py
 
-slow-test: $(VENV)/.docs  ## the GPU's kernels interpreted, ONNX and Ray, compiled losses of every model, the site, a short attack: four minutes
+slow-test: $(VENV)/.docs  ## the GPU's kernels interpreted, ONNX and Ray, compiled losses of every model, the site: four minutes
 	$(BIN)/python -m pytest $(HALVES) -m "slow and not gpu" $(ARGS)
 
 wheel-test: $(VENV)/.dev  ## build wheel and sdist, install both in clean environments, run the demo there

@@ -35,6 +35,8 @@ WHAT = {  # what a kind of attack does, and what must come of it
     "states and moments": "the algebra, beside NumPy in float64",
     "calls of streams": "steps of a `Stream`, beside a list of all points",
     "calls of estimators": "steps of the estimators, beside all rows at once",
+    "calls of stores": "steps of a `Store`, whose process may end at any one, beside lists of rows",
+    "calls of pools": "steps of a `StreamPool`, the same",
     "blocks": "one `CMAB` alone: observed in parts, merged, read, beside NumPy",
     "scales": "`Scales` of rows and a model in such units, beside NumPy",
     "rows of river": "the adapter for river, beside the estimators",

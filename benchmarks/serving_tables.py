@@ -29,7 +29,14 @@ def load() -> str:
     lines.append(f"| the same from a Redis stream, exactly once | {redis['rows_a_second']:,} | |")
     more = f"{held[len(held) // 2]:.0f} MB after half of them and {held[-1]:.0f} MB at the end"
     closing = f"Of the {soak['requests']:,} requests none failed; the service held {more}."
-    return "\n".join([*lines, "", closing])
+    kills = content("store_kills")["rows"]
+    killed, at_work = (sum(row[key] for row in kills) for key in ("kills", "at_work"))
+    survived = (
+        f"Store, consumers and service were killed {killed:,} times at random moments, {at_work:,} times with "
+        "work to do: nothing acknowledged was lost, nothing was taken twice, and every bit was that of a "
+        "process that nobody killed (`benchmarks/store_kills.py`)."
+    )
+    return "\n".join([*lines, "", closing, "", survived])
 
 
 def _ms(row: dict[str, Any]) -> str:

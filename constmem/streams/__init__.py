@@ -187,15 +187,15 @@ def rows_of(model: AnyModel | Table, x: Any, y: Any) -> tuple[Tensor, Any]:
         return model.rows(x, y)
     where = model.device
     if isinstance(model, PointProcess):
-        times = checks.as_tensor("times", x, where)
-        marks = None if y is None else checks.as_tensor("marks", y, where)
+        times = _tensor_on(where, "times", x)
+        marks = None if y is None else _tensor_on(where, "marks", y)
         for name, t in (("times", times), ("marks", marks)):
             if t is not None and t.shape != times.shape[:1]:
                 raise ValueError(f"{name} has shape {tuple(t.shape)}, but one for each row is needed")
         return times, marks
     rows = []
     for name, given, dim in (("x", x, model.dim_x), ("y", y, model.dim_y)):
-        t = checks.as_tensor(name, given, where)
+        t = _tensor_on(where, name, given)
         t = t if t.is_floating_point() else t.double()
         t = t[:, None] if t.ndim == 1 and dim == 1 else t
         if t.ndim != 2 or t.shape[1] != dim:
@@ -207,6 +207,15 @@ def rows_of(model: AnyModel | Table, x: Any, y: Any) -> tuple[Tensor, Any]:
     if len(rows[0]) != len(rows[1]):
         raise ValueError(f"x has {len(rows[0])} rows, but y {len(rows[1])}: they must be the same")
     return rows[0], rows[1]
+
+
+def _tensor_on(where: torch.device, name: str, given: Any) -> Tensor:
+    tensor = checks.as_tensor(name, given, where)
+    if tensor.device != where:
+        raise ValueError(
+            f"{name} is on {tensor.device}, but the model is on {where}: use {name}.to({str(where)!r})"
+        )
+    return tensor
 
 
 def blaming(what: str, names: Any, work: Callable[[NDArray[np.int64]], Any]) -> Any:

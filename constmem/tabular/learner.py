@@ -254,8 +254,7 @@ class Learner:
         if self.frozen and other.frozen and self.fingerprint != other.fingerprint:
             raise ValueError(
                 "these two have frozen different columns, features or forgetting (or one has lost its law of "
-                "residuals), so their sums do not add up: freeze once and share it, by giving every shard "
-                "base.spawn()"
+                "residuals), so their sums do not add up: freeze once, and give every shard base.spawn()"
             )
 
     def arranged(self, places: list[int], targets: int) -> "Learner":

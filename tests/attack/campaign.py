@@ -9,7 +9,7 @@ import constmem.core.files as files
 import constmem.streams.stream as stream
 import constmem.tabular.base as tabular
 
-from . import calls, given, kills, limits, packed, parts, pool, runs, shells, stored
+from . import calls, given, kills, limits, packed, parts, pool, runs, shells, stored, stores
 from .pool import Case, Tally
 
 GROUPS: dict[str, tuple[Callable[[], dict[str, Case]], dict[str, tuple[int, int]]]] = {
@@ -27,6 +27,7 @@ GROUPS: dict[str, tuple[Callable[[], dict[str, Case]], dict[str, tuple[int, int]
         "models of points": (80, 5_000), "models of events": (40, 2_500), "states and moments": (100, 5_000),
     }),
     "steps": (shells.kinds, {"calls of streams": (30, 1_500), "calls of estimators": (15, 600)}),
+    "streams by key": (stores.kinds, {"calls of stores": (20, 1_500), "calls of pools": (30, 1_500)}),
     "parts": (parts.kinds, {"blocks": (60, 1_500), "scales": (40, 1_000), "rows of river": (20, 500)}),
     "runs and commands": (runs.kinds, {"runs": (15, 1_000), "commands": (6, 200)}),
     "kills": (kills.kinds, {

@@ -24,7 +24,6 @@ def attacked(tmp_path: Path, *words: str) -> dict[str, Any]:
     return {row["kind"]: row for row in json.loads(out.read_text())["rows"]}
 
 
-@pytest.mark.slow
 def test_all_holds_in_the_short_form(tmp_path: Path) -> None:
     found = attacked(tmp_path)
     assert not [words for row in found.values() for words in row["findings"]]

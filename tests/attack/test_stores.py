@@ -1,4 +1,4 @@
-"""A thousand kills of the store, its consumers and the service: nothing acknowledged lost, nothing twice."""
+"""Requests that schemathesis makes of the description of the service."""
 
 import json
 import subprocess
@@ -9,30 +9,8 @@ import pytest
 
 from constmem.serve import Tokens
 from tests.serve import test_service
-from tests.streams import test_sources, test_store
 
 pytestmark = pytest.mark.attack
-
-
-def test_three_hundred_kills_of_a_store(tmp_path: Path) -> None:
-    assert test_store.kill_often(tmp_path / "s", 300, seed=2) > 200
-
-
-def test_three_hundred_kills_of_a_consumer_of_lines(tmp_path: Path) -> None:
-    assert test_sources.kill_lines(tmp_path, 300, seed=3) > 150
-
-
-@test_sources.needs_redis
-def test_two_hundred_kills_of_a_consumer_of_redis(tmp_path: Path) -> None:
-    with test_sources.redis_server(tmp_path) as url:
-        assert test_sources.kill_redis(tmp_path, url, 200, seed=4) > 100
-
-
-def test_two_hundred_kills_of_a_service(tmp_path: Path) -> None:
-    at_work = 0
-    for turn in range(20):
-        at_work += test_service.kill_often(tmp_path / f"s{turn}", 10, seed=turn)
-    assert at_work > 80
 
 
 def test_schemathesis_finds_no_answer_that_the_service_does_not_describe(tmp_path: Path) -> None:

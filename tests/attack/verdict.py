@@ -16,7 +16,7 @@ from constmem.neural_processes import ConditioningError
 from constmem.training.folder import StoppedError
 
 DOCUMENTED = (
-    ValueError, TypeError, NotImplementedError, OSError, MemoryError, ImportError,
+    ValueError, TypeError, KeyError, NotImplementedError, OSError, MemoryError, ImportError,
     ConditioningError, StoppedError,
 )  # fmt: skip
 HOME = str(Path(constmem.__file__).parent)
