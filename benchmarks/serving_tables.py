@@ -31,10 +31,10 @@ def load() -> str:
     closing = f"Of the {soak['requests']:,} requests none failed; the service held {more}."
     kills = content("store_kills")["rows"]
     killed, at_work = (sum(row[key] for row in kills) for key in ("kills", "at_work"))
+    times = f"{killed:,} times at random moments, {at_work:,} times with work to do"
     survived = (
-        f"Store, consumers and service were killed {killed:,} times at random moments, {at_work:,} times with "
-        "work to do: nothing acknowledged was lost, nothing was taken twice, and every bit was that of a "
-        "process that nobody killed (`benchmarks/store_kills.py`)."
+        f"Store, consumers and service were killed {times}: nothing acknowledged was lost, nothing was taken "
+        "twice, and every bit was that of a process that nobody killed (`benchmarks/store_kills.py`)."
     )
     return "\n".join([*lines, "", closing, "", survived])
 

@@ -261,25 +261,24 @@ def listed(*modules: nn.Module | None) -> list[Tensor]:
     """All numbers that modules are made of; PyTorch's own ways to list them take several times as long."""
     found: list[Any] = []
     for root in modules:
-        inner: list[Any] = [] if root is None else [root]
+        inner: list[Any] = [root]
         for module in inner:  # of which there are more as it goes on
-            if module._parameters:
-                found += module._parameters.values()
+            if module is None:
+                continue
+            own = module.__dict__
+            if parameters := own["_parameters"]:
+                found += parameters.values()
             elif callable(weight := getattr(type(module), "weight", None)):  # of a quantized layer
                 found += [weight(module).dequantize(), module.bias()]
-            if module._buffers:
-                found += module._buffers.values()
-            if module._modules:
-                inner += [m for m in module._modules.values() if m is not None]
+            found += own["_buffers"].values()
+            inner += own["_modules"].values()
     return [t for t in found if t is not None]
 
 
 def _settings(kind: type[Model]) -> list[inspect.Parameter]:
     """The keywords of a constructor, behind those of the next one where it hands the rest on to it."""
     found: dict[str, inspect.Parameter] = {}
-    for parent in kind.__mro__:
-        if "__init__" not in vars(parent):
-            continue
+    for parent in (parent for parent in kind.__mro__ if "__init__" in vars(parent)):
         parameters = inspect.signature(vars(parent)["__init__"]).parameters
         own = {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
         found = {name: p for name, p in own.items() if name not in found} | found

@@ -72,7 +72,7 @@ class Plan:
         sizes = heads, weights.slots, channels
         content = _Plan(len(layers), *where, *sizes, *(t.data_ptr() for t in weights[:5]))
         self.pointer = ctypes.byref(content)
-        self.shape, self.weights = sizes, weights
+        self.shape, self.numbers, self.weights = sizes, prod(sizes), weights
         self.halves = _halves()  # as is asked for now: settings that change get another plan
         self._kept = layers, parts  # what the addresses point to
 

@@ -8,7 +8,7 @@ CPU half a million bytes take microseconds, on a GPU it is one launch), or else 
 
 import threading
 from collections.abc import Callable, Sequence
-from math import inf, prod
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -95,10 +95,11 @@ def update(
     ready = plans.cpu()
     if (data.table if isinstance(data, Event) else data).shape[-1] != plans.inputs:
         return None
+    if not value.dtype == lse.dtype == torch.float64 or value.shape[:-1] != lse.shape:
+        return None
     if ready is not None:
-        fits = value.shape[1:].numel() == prod(ready.shape) and value.shape[:-1] == lse.shape
-        doubles = value.dtype == lse.dtype == torch.float64
-        made = cpu.update(ready, data, value, lse, limit) if fits and doubles else None
+        fits = value.numel() == len(value) * ready.numbers
+        made = cpu.update(ready, data, value, lse, limit) if fits else None
         return None if made is None else Updated(*made, list)  # of none
     if isinstance(data, Event) or not 0 < data.shape[0] <= gpu.FEW or not gpu.usable(data.device):
         return None

@@ -160,7 +160,8 @@ class CMANP(LevelProcess[Any, Any]):
     def _extended(self, state: Any, x: Tensor, y: Tensor, mask: Tensor | None, chunk: int | None) -> Any:
         if x.shape[1] == 1 and mask is None and not self._learns():
             own_x, own_y, _ = self._scaled((x, y, None))
-            points = torch.cat([own_x, own_y], -1).to(self.dtype)
+            points = torch.cat([own_x, own_y], -1)
+            points = points if points.dtype == (own_dtype := self.dtype) else points.to(own_dtype)
             slots = state if self.regression is None else state.slots
             own: Any = self._modules  # past the look-ups of modules: small updates feel those
             found = own["stack"]._modules["observation"].extended(slots, points, embed=own["embed"])
