@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -188,3 +189,41 @@ def test_what_cannot_be_done_is_said_before_or_with_the_column(result: dict[str,
 
 def test_a_dataset_of_no_rows_is_the_empty_state(result: dict[str, Any]) -> None:
     assert result["found"]["empty"] == 0
+
+
+READINGS = """
+import os
+
+import numpy as np
+import pandas as pd
+import ray
+from constmem import CMANP
+
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False,
+         runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}})
+random = np.random.default_rng(0)
+os.mkdir("readings")
+for name in "ab":
+    table = pd.DataFrame({"hour": random.uniform(-2, 2, 300), "sensor": random.choice(["n", "s"], 300)})
+    table.assign(heat=np.sin(table.hour)).to_parquet(f"readings/{name}.parquet")
+model = CMANP.from_pretrained("gp").eval()
+"""
+CHECKED = """
+assert state.count.tolist() == [600]
+assert int(pool.count(["n", "s"]).sum()) == 600
+assert states.count() == 2
+assert regressor.learner_.seen == 600
+"""
+
+
+def test_what_the_documents_do_with_ray_runs(tmp_path: Path) -> None:
+    blocks = re.findall(
+        r"^```py\n(.*?)^```", (ROOT / "docs/streams.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert len(blocks) == 2
+    code = (
+        "\n".join([READINGS, *blocks, CHECKED]).replace("s3://bucket/", "").replace("workers=8", "workers=2")
+    )
+    command, paths = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=paths, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
