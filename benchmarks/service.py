@@ -4,14 +4,16 @@ python benchmarks/service.py [--seconds 10] [--part observe,predict,half,bulk,so
 
 Server and client are processes of one machine and share its cores. The model is small (a state of 9 kB), the
 streams are 1,000, every observe is one row, and on disk before it is answered; a predict is of one target.
-Half load is 2,000 observes or 600 predicts a second, at an even pace. The soak is observes and predicts, as
-many of each, mixed on every connection, until so many --requests were answered.
+Half load is 2,000 observes or 600 predicts a second, at an even pace. The soak mixes observes and predicts,
+as many of each, with one request in twenty of everything else (bulk, count, keys, merge, fork, delete), until
+so many --requests were answered; its service has memory for half of the streams.
 Rows go to results/service.json as they come, of the soak after each hundredth of it; those of the same part
 are replaced.
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -36,6 +38,8 @@ CONNECTIONS, KEYS = 64, 1000
 SMALL: dict[str, Any] = {"dim_x": 1, "dim_y": 1, "dim": 32, "depth": 2, "num_slots": 16, "num_latents": 16}
 HALF = {"observe": 2000, "predict": 600}
 PARTS = ("observe", "predict", "half", "bulk", "soak")
+FEW = "5"  # MB, for half of the streams
+Request = bytes | Callable[[], bytes]
 
 
 class Connection(asyncio.Protocol):
@@ -80,11 +84,40 @@ def bulk(draw: random.Random) -> bytes:
     return request("bulk/observe", body)
 
 
-def mixed(draw: random.Random) -> bytes:
-    return (observe if draw.random() < 0.5 else predict)(draw)
+forks = itertools.count()  # which stay for a while and are then deleted
 
 
-VERBS: dict[str, Callable[[random.Random], bytes]] = {
+def fork(draw: random.Random) -> Request:
+    key = f"k{draw.randrange(KEYS)}"
+    return lambda: request("fork", {"key": key, "to": f"fork{next(forks)}"})
+
+
+def delete(_: random.Random) -> Request:
+    return lambda: request("delete", {"key": f"fork{max(next(forks) - 400, 0)}"})
+
+
+def other(draw: random.Random) -> Request:
+    """Any of the rarer verbs."""
+    one, two = (f"k{i}" for i in draw.sample(range(KEYS), 2))
+    some = [f"k{draw.randrange(KEYS)}" for _ in range(20)]
+    numbers = [draw.random() for _ in some]
+    made = [
+        request("bulk/observe", {"keys": some, "x": numbers, "y": numbers}),
+        request("bulk/predict", {"keys": some, "x": [[x] for x in numbers]}),
+        request("count", {"key": one}),
+        request("merge", {"key": one, "other": two}),
+        request("keys", {"prefix": "k1", "most": 20}),
+        fork(draw),
+        delete(draw),
+    ]
+    return draw.choice(made)
+
+
+def mixed(draw: random.Random) -> Request:
+    return other(draw) if draw.random() < 0.05 else (observe if draw.random() < 0.5 else predict)(draw)
+
+
+VERBS: dict[str, Callable[[random.Random], Request]] = {
     "observe": observe, "predict": predict, "bulk": bulk, "mixed": mixed,
 }  # fmt: skip
 
@@ -113,7 +146,8 @@ async def load(
                 due = start + (step * most + number) / rate
                 if due > now:
                     await asyncio.sleep(due - now)
-            status = await link.ask(ready[(step * most + number) % len(ready)])
+            asked = ready[(step * most + number) % len(ready)]
+            status = await link.ask(asked() if callable(asked) else asked)
             spent.append(time.perf_counter() - due)  # waiting for its turn included
             bad += status != 200
             step += 1
@@ -133,7 +167,7 @@ async def load(
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[tuple[int, int]]:
+def served(folder: Path, *words: str) -> Iterator[tuple[int, int]]:
     """A service of a small model, which knows all keys; its port and process."""
     torch.manual_seed(0)
     CMANP(**SMALL).save_pretrained(folder / "model")
@@ -141,7 +175,7 @@ def served(folder: Path) -> Iterator[tuple[int, int]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     run = [sys.executable, "-c", "from constmem.cli import main; main()"]
-    command = [*run, "serve", folder / "model", "--store", folder / "store"]
+    command = [*run, "serve", folder / "model", "--store", folder / "store", *words]
     process = subprocess.Popen(
         [*map(str, command), "--port", str(port)], env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
@@ -155,9 +189,10 @@ def served(folder: Path) -> Iterator[tuple[int, int]]:
                     raise SystemExit("the service did not start") from None
                 time.sleep(0.1)
         draw = random.Random(1)
-        keys = [f"k{i}" for i in range(KEYS)]
-        body = {"keys": keys, "x": [draw.random() for _ in keys], "y": [draw.random() for _ in keys]}
-        asyncio.run(first(port, request("bulk/observe", body)))
+        for start in range(0, KEYS, 200):
+            keys = [f"k{i}" for i in range(start, start + 200)]
+            body = {"keys": keys, "x": [draw.random() for _ in keys], "y": [draw.random() for _ in keys]}
+            asyncio.run(first(port, request("bulk/observe", body)))
         yield port, process.pid
     finally:
         process.send_signal(signal.SIGTERM)
@@ -232,8 +267,9 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
     given = parser.parse_args()
     path = RESULTS / "service.json"
-    with tempfile.TemporaryDirectory() as folder, served(Path(folder)) as (port, pid):
-        for part in given.part.split(","):
+    for part in given.part.split(","):
+        words = ("--memory", FEW) if part == "soak" else ()
+        with tempfile.TemporaryDirectory() as folder, served(Path(folder), *words) as (port, pid):
             rows = json.loads(path.read_text())["rows"] if path.exists() else []
             rows = [row for row in rows if row["part"] != part]
             soaked = part == "soak"

@@ -20,13 +20,18 @@ def load() -> str:
     bulk, redis = rows["bulk", None], rows["redis", None]
     each = f"bulk, {bulk['rows_a_request']:,} rows a request"
     lines.append(f"| {each} | {bulk['points_a_second']:,} rows | {_ms(bulk)} |")
-    mixed = f"{soak['requests']:,} requests, half of them observes, half predicts"
+    mixed = f"{soak['requests']:,} requests of all kinds, memory for half of the streams"
     last = f"{soak['worst_p99_ms']:.0f} ms, of the slowest hundredth"
     lines.append(f"| {mixed} | {soak['requests_a_second']:,} | {last} |")
     made, changed = rows["fill", None]["streams_a_second"], rows["read-modify-write", None]["rows_a_second"]
     lines.append(f"| a store of {redis['held']:,} streams, made | {made:,} | |")
     lines.append(f"| rows of random ones of them | {changed:,} | |")
     lines.append(f"| the same from a Redis stream, exactly once | {redis['rows_a_second']:,} | |")
+    large = {row["single"]: row for row in content("store")["rows"] if row["part"] == "paper's size"}
+    for single, row in large.items():
+        size, kind = row["state_bytes"] / (2e3 if single else 1e3), "float32" if single else "float64"
+        what = f"rows of random streams at the paper's size, {size:.0f} kB each on disk ({kind})"
+        lines.append(f"| {what} | {row['rows_a_second']:,} | |")
     more = f"{held[len(held) // 2]:.0f} MB after half of them and {held[-1]:.0f} MB at the end"
     closing = f"Of the {soak['requests']:,} requests none failed; the service held {more}."
     kills = content("store_kills")["rows"]

@@ -30,14 +30,15 @@ from constmem import CMANP, Store
 from constmem.streams.sources import Consumer, consume_redis
 
 TOGETHER = 512
+LARGE = 1_000  # streams at the paper's size
 
 
-def fill(store: Store, streams: int, seconds: float) -> Row:
+def fill(store: Store, streams: int, seconds: float, together: int = 4096) -> Row:
     """Make all streams, each with one row."""
     random, start = np.random.default_rng(0), time.perf_counter()
     made = 0
     while made < streams and time.perf_counter() - start < seconds:
-        number = min(4096, streams - made)
+        number = min(together, streams - made)
         names = [f"k{i}" for i in range(made, made + number)]
         store.observe(names, random.random((number, 1)), random.random((number, 1)))
         made += number
@@ -46,20 +47,21 @@ def fill(store: Store, streams: int, seconds: float) -> Row:
     return {"part": "fill", "streams": made, "streams_a_second": round(made / spent)}
 
 
-def change(store: Store, rows: int, seconds: float) -> Row:
+def change(store: Store, rows: int, seconds: float, together: int = TOGETHER) -> Row:
     """Rows of random streams."""
     random, start, taken = np.random.default_rng(1), time.perf_counter(), 0
     slowest = 0.0
     while taken < rows and time.perf_counter() - start < seconds:
-        names = [f"k{i}" for i in random.integers(0, len(store), TOGETHER)]
+        names = [f"k{i}" for i in random.integers(0, len(store), together)]
         began = time.perf_counter()
-        store.observe(names, random.random((TOGETHER, 1)), random.random((TOGETHER, 1)))
+        store.observe(names, random.random((together, 1)), random.random((together, 1)))
         slowest = max(slowest, time.perf_counter() - began)
-        taken += TOGETHER
+        taken += together
     store.flush()
     spent = time.perf_counter() - start
     return {
         "part": "read-modify-write",
+        "rows_a_call": together,
         "rows": taken,
         "rows_a_second": round(taken / spent),
         "slowest_call_ms": round(1e3 * slowest),
@@ -138,6 +140,14 @@ def main() -> None:
                 from_redis(store, Path(folder), given.rows, given.seconds), file_mb=path.stat().st_size >> 20
             )
             print("resident", resident(os.getpid()), "MB")
+        model = CMANP(dim_x=1, dim_y=1).eval()
+        given.memory = LARGE * model.empty(1).nbytes // 10 >> 20
+        for single in (False, True):
+            path = Path(folder) / f"large-{single}"
+            with Store(path, model, memory=given.memory << 20, single=single) as store:
+                fill(store, LARGE, given.seconds, together=32)
+                row = change(store, 2 * LARGE, given.seconds, together=32) | {"part": "paper's size"}
+                keep(row, single=single, file_mb=path.stat().st_size >> 20)
     if not given.dry:
         save("store", rows)
 
