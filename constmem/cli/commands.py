@@ -251,7 +251,7 @@ def page(
     if out is None:
         show_page(port)
     else:
-        print(f"wrote {write_page(out)}: hand out this folder by any web server")
+        print(f"wrote {write_page(out)}: any web server can serve this folder")
 
 
 def export(

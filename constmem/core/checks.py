@@ -289,12 +289,12 @@ def extra(name: str, what: str) -> Iterator[None]:
         raise ImportError(f"{what} ({error}): pip install 'constmem[{name}]'") from error
 
 
-def known(what: str, name: str, names: Any) -> str:
+def known(what: str, name: str, names: Any, of: str = "") -> str:
     """`name` if it is one of `names`; otherwise an error with the nearest ones."""
     if name in names:
         return name
     near = difflib.get_close_matches(name, list(names), n=3)
     every = ", ".join(filter(None, names))
     every = every if len(every) <= LONGEST else f"{every[:LONGEST]} ..."
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {every}"
-    raise ValueError(f"there is no {what} {name[:LONGEST]!r}: {hint}")
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"choose from {every}"
+    raise ValueError(f"there is no {what} {name[:LONGEST]!r}{of}: {hint}")

@@ -23,8 +23,8 @@ RUN_EVENTS = (
 )  # fmt: skip
 ABOUT_POINTS = (
     "log-likelihood: nats a point, higher is better; by batch: the paper's mean over batches. RMSE, CRPS: in "
-    "the units of y (of images, white - black = 1). 50 %, 90 %: how many values lie in central intervals. "
-    "grey level: log-probability of a pixel's levels, by which densities and models of levels compare."
+    "the units of y (of images, white - black = 1). 50 %, 90 %: how many values lie in central intervals."
+    "\ngrey level: log-probability of a pixel's levels, by which densities and models of levels compare."
 )
 ABOUT_EVENTS = (
     "NLL: nats an event, of its time plus of its mark given the time. gap RMSE: of the predicted mean gap.\n"
@@ -223,6 +223,7 @@ def print_runs(rows: Sequence[Row], folders: Sequence[Path] | None = None) -> No
             ]
             for part in named
         )
+        about = about if any(line[-2] for line in own) else about.partition("\ngrey level")[0]
         note = f"{about}\n±: the standard deviation over seeds, beside their mean." if pooled else about
         if own:
             _print(columns, [own, pooled], 200, padding=(0, 0), caption=note, caption_justify="left")
@@ -296,4 +297,4 @@ def _event_cells(entry: Entry, test: str) -> list[str]:
     hits = [entry.figure(test, key) for key in ("accuracy", "accuracy_given_gap")]
     wrong = [_text(hit and Figure(1 - hit.mean, hit.spread), 1, percent=True) for hit in hits]
     published = _published(entry, test, ".3g")
-    return [nll, time, mark, published, survival, f"{gap} {entry.unit}", *wrong, ks]
+    return [nll, time, mark, published, survival, f"{gap} {entry.unit}s", *wrong, ks]

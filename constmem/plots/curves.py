@@ -29,14 +29,14 @@ def learning_curve(entries: Sequence[Mapping[str, Any]], path: AnyPath, *, title
     axes[0].plot(at, _smooth(loss), color=BLUE, marker=dot, markersize=3, label="their running mean")
     axes[0].set(ylabel="loss", ylim=_range(loss), xlim=(0, at[-1] * 1.02))
     axes[0].xaxis.get_major_locator().set_params(integer=True)
-    axes[0].legend(frameon=False, fontsize=8, loc="upper right")
+    axes[0].legend(frameon=False, fontsize=8, loc="best")
     if steps["validation"]:
         at, found = zip(*steps["validation"], strict=True)
         best = max(range(len(found)), key=lambda i: found[i] if isfinite(found[i]) else -inf)
         axes[1].plot(at, found, color=BLUE, marker="o", markersize=3)
         axes[1].plot(at[best], found[best], "o", color=RED, markersize=6, label=f"best: {found[best]:.3f}")
         axes[1].set_ylim(*_range(found))
-        axes[1].legend(frameon=False, fontsize=8, loc="lower right")
+        axes[1].legend(frameon=False, fontsize=8, loc="best")
     axes[1].set_ylabel("validation\nlog-likelihood")
     if steps["lr"]:
         axes[2].plot(*zip(*steps["lr"], strict=True), color=GREY, marker=dot, markersize=3)

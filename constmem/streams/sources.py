@@ -166,10 +166,10 @@ class Consumer:
 
     def _bad(self, position: str, error: ValueError) -> None:
         if not self.skip:
-            raise BadRowError(f"{self.source} at {position}: {error}") from error
+            raise BadRowError(f"{self.source} at {position.partition(' ')[0]}: {error}") from error
         self.skipped += 1
         if self.skipped <= 10:
-            self.report(f"left out: {self.source} at {position}: {error}")
+            self.report(f"left out: {self.source} at {position.partition(' ')[0]}: {error}")
 
 
 def _parsed(given: bytes | dict[bytes, bytes]) -> Any:
@@ -179,8 +179,8 @@ def _parsed(given: bytes | dict[bytes, bytes]) -> Any:
             return json.loads(given)
         named = ((name.decode(), value) for name, value in given.items())
         return {name: value.decode() if name == "key" else json.loads(value) for name, value in named}
-    except RecursionError as error:
-        raise ValueError("lists in lists without end") from error
+    except (json.JSONDecodeError, RecursionError) as error:  # or lists in lists without end
+        raise ValueError(f"this is not JSON: {error}") from error
 
 
 def consume_lines(consumer: Consumer, handle: int, *, batch: int = 512, stop: Stop = lambda: False) -> None:

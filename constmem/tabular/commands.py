@@ -125,7 +125,15 @@ def score_file(model: Path, table: Path, *, report: Report) -> Outcome:
 
 def load_estimator(path: Path) -> Estimator:
     """Read an estimator of either kind."""
-    _, about = load(path)
+    wanted = "give a file that `constmem fit` wrote"
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}: {wanted}")
+    try:
+        _, about = load(path)
+    except ValueError as error:
+        if path.suffix.lower() in (".csv", ".tsv", ".parquet"):
+            raise ValueError(f"{path} is no model: {wanted}, and then the table") from error
+        raise
     kind = _CLASSES.get(str(about.get("class")), StreamingRegressor)  # which refuses what it does not know
     estimator: Estimator = kind.load(path)
     return estimator

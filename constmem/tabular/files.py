@@ -121,9 +121,13 @@ def _parsed(column: Sequence[str], kind: Kind, where: str, first: int) -> NDArra
         found = _kind(word)
         if found != kind and kind != "empty":
             wanted = {"number": "a number", "date": "a date"}[kind]
-            raise ValueError(f"{where}{first + i + 1}: {word!r} is not {wanted}, as all others there are")
+            raise ValueError(f"{where}{first + i + 1}: {word!r} is not {wanted}, but other values there are")
         if kind == "number":
             made.append(TRUTH[word.lower()] if word.lower() in TRUTH else float(word))
+            if np.isinf(made[-1]):
+                raise ValueError(
+                    f"{where}{first + i + 1}: {word!r} is infinite: leave the row out, or the cell empty"
+                )
         elif kind == "date":
             made.append(_moment(word, f"{where}{first + i + 1}: "))
         else:

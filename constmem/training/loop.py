@@ -62,7 +62,7 @@ def _require_settings(name: str, kind: type[Model], settings: Mapping[str, Any])
     """Refuse a setting that a model cannot be built with, saying which it has."""
     taken = signature(kind).parameters
     for key, value in settings.items():
-        known(f"setting of {name}", key, taken)
+        known("setting", key, taken, f" of {name}")
         least = 1 if key == "dim" else 0
         if taken[key].annotation is int and (type(value) is not int or value < least):
             raise ValueError(f"{key} must be a whole number of at least {least}, not {value!r}")

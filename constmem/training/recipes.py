@@ -241,7 +241,7 @@ def changed(recipe: R, overrides: Sequence[str], *, steps: int | None = None, ki
             content["model"][key.removeprefix("model.")] = _literal(value)
         else:
             allowed = [name for name in used if name != "model"]
-            content[known("setting for these data", key, allowed)] = _literal(value)
+            content[known("setting", key, allowed, " for these data")] = _literal(value)
     hints = get_type_hints(type(recipe))
     found = type(recipe)(**{key: _fitting(key, value, hints[key]) for key, value in content.items()})
     _require_sound(found)

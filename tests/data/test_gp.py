@@ -184,9 +184,9 @@ def test_the_gp_evaluation_set_is_fixed_by_its_seed():
     [
         (
             lambda: draw_gp(2, kernel="cosine", generator=seeded()),
-            "no kernel 'cosine': there are rbf, matern, periodic",
+            "no kernel 'cosine': choose from rbf, matern, periodic",
         ),
-        (lambda: gp_evaluation_tasks(kernel="cosine", seed=0), "there are rbf, matern, periodic"),
+        (lambda: gp_evaluation_tasks(kernel="cosine", seed=0), "choose from rbf, matern, periodic"),
         (lambda: gp_tasks(0, generator=seeded()), "batch must be a whole number of at least 1"),
         (
             lambda: GaussianProcess("periodic", torch.ones(1).double(), torch.ones(1).double()),

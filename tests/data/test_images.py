@@ -243,7 +243,7 @@ def test_faces_of_another_size_are_refused(celeba):
     ("call", "message"),
     [
         (lambda: load_images("emnst"), "no data set of images 'emnst': did you mean 'emnist'"),
-        (lambda: load_images("nothing like it"), "there are emnist, celeba32"),
+        (lambda: load_images("nothing like it"), "choose from emnist, celeba32"),
         (lambda: load_images("digits", split="valid"), "no split 'valid'"),
         (
             lambda: load_images("digits", classes=[3, 11]),

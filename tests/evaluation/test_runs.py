@@ -128,7 +128,7 @@ def test_runs_on_events_are_printed_the_same_way(capsys: pytest.CaptureFixture[s
     assert [line["run"] for line in single] == ["taxi gru improved #0", "taxi gru improved #1"]
     assert mean["run"] == "taxi gru improved, mean of 2 seeds"
     assert (mean["NLL"], mean["mark error"]) == ("-0.405 ± 0.007", "7.0 ± 4.2 %")
-    assert mean["gap RMSE"] == "0.5000 ± 0.3536 hour"
+    assert mean["gap RMSE"] == "0.5000 ± 0.3536 hours"
 
 
 def test_which_error_of_marks_is_meant_is_said_and_unknown_ones_have_no_column(
@@ -145,6 +145,17 @@ def test_what_the_spread_is_stands_below_where_there_is_one(capsys: pytest.Captu
     assert "±: the standard deviation over seeds" in capsys.readouterr().out
     print_runs(THREE[:1])
     assert "standard deviation" not in capsys.readouterr().out
+
+
+def test_grey_levels_are_explained_only_where_their_column_is_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_runs([row(own_content())])
+    assert "grey level" not in capsys.readouterr().out
+    content = own_content()
+    content["scores"] = {"test": content["scores"]["test"] | {"level_log_likelihood": -1.5}}
+    print_runs([row(content)])
+    assert "grey level: log-probability" in capsys.readouterr().out
 
 
 def test_runs_that_differ_say_in_what_also_beside_their_mean(capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,3 +64,16 @@ def test_memory_and_predictions_are_drawn_as_given(drawn: list[Any]) -> None:
     true, mean, std = torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.5]), torch.tensor([0.1, 0.2])
     predicted_against_true(true, mean, std, "p.png", title="")
     assert drawn[1].axes[0].lines[1].get_ydata().tolist() == [0.5, 0.5]
+
+
+def test_legends_of_a_learning_curve_hide_none_of_its_points(drawn: list[Any]) -> None:
+    losses, scores = [0.85, 0.8, 0.81, 0.95], [-4.0, -4.1, -4.4, -4.8]  # both end where legends usually are
+    entries = [
+        {"step": 50 * s, "loss": loss, "validation": score, "lr": 1e-3}
+        for s, (loss, score) in enumerate(zip(losses, scores, strict=True), 1)
+    ]
+    learning_curve(entries, "worse.png", title="worse")
+    for axis in drawn[0].axes[:2]:
+        box = axis.get_legend().get_window_extent()
+        for line in axis.lines:
+            assert not any(box.contains(*point) for point in axis.transData.transform(line.get_xydata()))

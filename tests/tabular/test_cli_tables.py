@@ -233,13 +233,20 @@ BAD = {
     "no rows": (["fit", "head.csv", "--target", "a", "--out", "m2"], "no rows that can be used"),
     "no table": (["fit", "empty.csv", "--target", "a", "--out", "m2"], "names of columns"),
     "another format": (["predict", "model", "notes.txt", "--out", "p.csv"], "read from .csv, .tsv"),
-    "no model": (["predict", "houses.csv", "houses.csv", "--out", "p.csv"], "not a readable safetensors"),
+    "no model": (
+        ["predict", "houses.csv", "houses.csv", "--out", "p.csv"],
+        "houses.csv is no model: give a file that `constmem fit` wrote, and then the table",
+    ),
+    "a missing model": (
+        ["predict", "none", "houses.csv", "--out", "p.csv"],
+        "there is no file none: give a file that `constmem fit` wrote",
+    ),
     "a column is missing": (["predict", "model", "one.csv", "--out", "p.csv"], "no column 'size'"),
     "text where numbers were": (
         ["update", "model", "text.csv"],
-        "column 'size', row 2: 'large' is not a number",
+        "column 'size', row 2: 'large' is not a number, but other values there are",
     ),
-    "infinite": (["update", "model", "inf.csv"], "row 0 of column 'size' is inf"),
+    "infinite": (["update", "model", "inf.csv"], "inf.csv, column 'size', row 2: 'inf' is infinite"),
     "no such day": (["update", "model", "day.csv"], "day.csv, column 'sold', row 1: '2024-02-30' looks like"),
     "no such moment": (
         ["update", "model", "end.csv"],
@@ -283,7 +290,7 @@ def test_errors_are_one_clear_line_with_exit_code_two_and_change_nothing(
     Path("day.csv").write_text(f"{head}20,Ulm,2024-02-30,3\n")
     Path("end.csv").write_text(f"{head}20,Ulm,9999-12-31 23:59-05:00,3\n")
     Path("huge.csv").write_text(f"{head}20,Ulm,2024-03-01,1e200\n")
-    Path("inf.csv").write_text(f"{head}inf,Ulm,2024-03-01,3\n")
+    Path("inf.csv").write_text(f"{head}20,Ulm,2024-03-01,NA\ninf,Ulm,2024-03-01,3\n")
     before = model.read_bytes()
     words, message = BAD[case]
     code, _, said = run(*words)

@@ -61,7 +61,7 @@ def test_columns_are_read_by_name_in_the_order_asked_for(tmp_path: Path, delimit
     ("x", "y", "message"),
     [
         ("tame", "heat", "no column 'tame': did you mean 'time'"),
-        ("time", "zzz", "there are number, sensor, time, heat, dust"),
+        ("time", "zzz", "choose from number, sensor, time, heat, dust"),
         ("sensor", "heat", "line 2, column 'sensor' .* is 's0', not a number"),
         ("time", "time", "'time' is asked for twice"),
     ],

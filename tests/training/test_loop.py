@@ -351,7 +351,7 @@ def test_tasks_that_the_data_cannot_give_are_refused_before_a_folder_is_made(
 
 
 def test_an_unknown_model_setting_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no setting of cmanp 'num_slot': did you mean 'num_slots'"):
+    with pytest.raises(ValueError, match="there is no setting 'num_slot' of cmanp: did you mean 'num_slots'"):
         train.train(small_run("model.num_slot=3"), out=tmp_path)
     for value in ("wide", "1.5", "true", "0", "-4"):
         with pytest.raises(ValueError, match="dim must be a whole number of at least 1, not "):
@@ -367,9 +367,9 @@ def test_an_unknown_model_setting_is_an_error(tmp_path: Path) -> None:
         ("cmanp-smal", "there is no variant of cmanp 'smal': did you mean 'small'"),
         (
             "cmanp-other",
-            f"there is no variant of cmanp 'other': there are {', '.join(MODELS['cmanp'].variants)}$",
+            f"there is no variant of cmanp 'other': choose from {', '.join(MODELS['cmanp'].variants)}$",
         ),
-        ("cmanp-", f"there is no variant of cmanp '': there are {', '.join(MODELS['cmanp'].variants)}$"),
+        ("cmanp-", f"there is no variant of cmanp '': choose from {', '.join(MODELS['cmanp'].variants)}$"),
     ],
 )
 def test_a_variant_that_a_model_does_not_have_is_refused_with_those_it_has(model: str, told: str) -> None:
