@@ -85,6 +85,8 @@ def costs() -> str:
         elif "rows_a_second" in row:
             other = f"{row['ratio']:.0f} times the adaptive random forest's rate"
             lines.append(f"| {row['what']} | {row['rows_a_second']:,.0f}, {other} |")
+        elif "flop_a_second" in row:
+            lines.append(f"| {row['what']} | {row['flop_a_second'] / 1e9:.0f} GFLOP a second |")
         elif "bytes_saved" in row:
             sizes = f"{row['bytes_in_memory'] / 1e6:.1f} MB, {row['bytes_saved'] / 1e6:.1f} MB saved"
             lines.append(f"| {row['what']} | {sizes} |")

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +35,7 @@ from record import RESULTS, Row, provenance, save
 
 from constmem import CMANP
 
-CONNECTIONS, KEYS = 64, 1000
+CONNECTIONS, KEYS, FORKS = 64, 1000, 400
 SMALL: dict[str, Any] = {"dim_x": 1, "dim_y": 1, "dim": 32, "depth": 2, "num_slots": 16, "num_latents": 16}
 HALF = {"observe": 2000, "predict": 600}
 PARTS = ("observe", "predict", "half", "bulk", "soak")
@@ -84,16 +85,21 @@ def bulk(draw: random.Random) -> bytes:
     return request("bulk/observe", body)
 
 
-forks = itertools.count()  # which stay for a while and are then deleted
+forks: deque[str] = deque()  # that are there, the oldest first
+names = itertools.count()
 
 
 def fork(draw: random.Random) -> Request:
+    """A new stream; once there are some hundred, the oldest of them is deleted in turns."""
     key = f"k{draw.randrange(KEYS)}"
-    return lambda: request("fork", {"key": key, "to": f"fork{next(forks)}"})
 
+    def chosen() -> bytes:
+        if len(forks) > FORKS:
+            return request("delete", {"key": forks.popleft()})
+        forks.append(f"fork{next(names)}")
+        return request("fork", {"key": key, "to": forks[-1]})
 
-def delete(_: random.Random) -> Request:
-    return lambda: request("delete", {"key": f"fork{max(next(forks) - 400, 0)}"})
+    return chosen
 
 
 def other(draw: random.Random) -> Request:
@@ -108,7 +114,7 @@ def other(draw: random.Random) -> Request:
         request("merge", {"key": one, "other": two}),
         request("keys", {"prefix": "k1", "most": 20}),
         fork(draw),
-        delete(draw),
+        fork(draw),
     ]
     return draw.choice(made)
 

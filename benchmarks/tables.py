@@ -106,6 +106,15 @@ def _quality() -> str:
     )
 
 
+def since() -> str:
+    """What became faster or slower since version 0.1."""
+    lines = ["| CMANP at the paper's size | version 0.1 | now | ratio |", "|---|---|---|---|"]
+    for r in rows("compared"):
+        taken = (f"{r[which]:.3g} ms" for which in ("before", "milliseconds"))
+        lines.append(f"| {r['what']} | {' | '.join(taken)} | {r['ratio']:.2f} |")
+    return "\n".join(lines)
+
+
 def numbers() -> str:
     numerics = rows("numerics")
     lines = ["| single-point updates | | error of lse (log C) | error of value |", "|---|---|---|---|"]
@@ -267,6 +276,7 @@ def documents() -> Iterator[tuple[Path, str, str]]:
     pages |= {"serving": serving_tables.TABLES}
     yield ROOT / "README.md", "measured", claims()
     yield docs / "performance.md", "measured", measured()
+    yield docs / "performance.md", "since", since()
     for page, tables in pages.items():
         for name, written in tables.items():
             yield docs / f"{page}.md", name, written()
