@@ -15,8 +15,8 @@ from torch import Tensor
 
 from constmem.core import checks
 from constmem.data import EventLogProb, Events
+from constmem.evaluation import LEVELS
 
-LEVELS = (0.5, 0.8, 0.9, 0.95)
 HITS = ("accuracy", "top5", "accuracy_given_gap", "top5_given_gap")
 
 
