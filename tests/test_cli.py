@@ -58,6 +58,8 @@ def test_help_names_every_model_and_data_set_and_the_version_is_that_of_the_pack
         (("train", "a.json"), "no file a.json to read events from"),
         (("train", "digits", "--device", "tpu"), "there is no device 'tpu' here"),
         (("train", "digits", "--steps", "0"), "steps is 0, but must be 1 or more"),
+        (("table", "--json", "--markdown"), "--markdown and --json are two forms of one table"),
+        (("fit", "a.csv", "--target", "b", "--out", "c", "--size", "0"), "greater than or equal to 16"),
     ],
 )
 def test_what_is_unknown_ends_with_code_2_and_the_nearest_name(
@@ -180,6 +182,15 @@ def test_the_demo_learns_a_stream_completes_digits_and_draws_both(
     assert len(errors) == 5
     assert errors == sorted(errors, reverse=True)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_the_demo_finds_a_place_it_cannot_write_to_before_it_learns_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("constmem.evaluation.demo._acts", lambda *_: pytest.fail("began"))
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(FileExistsError):
+        demo(tmp_path / "taken")
 
 
 def test_the_power_plant_is_learned_better_with_every_chunk_in_the_same_memory() -> None:

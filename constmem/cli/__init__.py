@@ -168,6 +168,8 @@ def table(
     """A table like the paper's: models against test sets, ours beside the published."""
     from constmem.evaluation.tables import table_of
 
+    if as_json and as_markdown:
+        raise ValueError("--markdown and --json are two forms of one table: give one of them")
     form = "json" if as_json else "markdown" if as_markdown else None
     table_of(results, dataset=dataset, form=form, out=out, scores=scores)
 

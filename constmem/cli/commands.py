@@ -41,7 +41,7 @@ def fit(
     forget: Annotated[
         str | None, typer.Option(help="A half-life in rows, window:ROWS, or auto; nothing if not given.")
     ] = None,
-    size: Annotated[int | None, typer.Option(help="Number of features.")] = None,
+    size: Annotated[int | None, typer.Option(min=16, help="Number of features.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the features.")] = 0,
     replace: Replace = False,
 ) -> None:

@@ -49,6 +49,7 @@ def demo(out: Path, *, rows: int = ROWS, trees: int = 100) -> None:
     """Show both acts on one thread, as fits small work; pictures go to `out`."""
     from rich.console import Console
 
+    out.mkdir(parents=True, exist_ok=True)  # or an error before anything is learned
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -201,8 +201,9 @@ def fit_file(
             f"{path} without --group is one task, and {model} learns from many. For one table use an "
             f"estimator, which trains nothing: constmem fit {path} --target {y or 'COLUMN'} --out "
             f"{path.stem}.model. If a column says which rows belong together (a sensor, a patient, a day), "
-            f"give --group COLUMN; --group {NONE} trains on all rows as one task. Columns are "
-            f"{', '.join(Table.columns(path))}"
+            f"give --group COLUMN; --group {NONE} trains on all rows as one task. If rows are events, give a "
+            f"model of those: constmem train {path} cmhp --user COLUMN --mark COLUMN --time COLUMN. Columns "
+            f"are {', '.join(Table.columns(path))}"
         )
     if not x or not y:
         raise ValueError(
