@@ -123,6 +123,20 @@ def test_a_run_is_trained_and_scored(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert json.loads((tmp_path / "run" / "eval.json").read_text()) == row
 
 
+def test_the_ending_of_a_files_name_may_be_in_capitals(tmp_path: Path) -> None:
+    rows = [(f"g{i % 12}", i / 120, i % 7) for i in range(120)]
+    (tmp_path / "S.CSV").write_text("g,a,b\n" + "".join(f"{g},{a},{b}\n" for g, a, b in rows))
+    small = ["--steps=1", "--set=batch=4", "--set=model.dim=8", "--set=jitter=0"]
+    points = command("train", "S.CSV", "cnp", "--x=a", "--y=b", "--group=g", *small, cwd=tmp_path)
+    assert points.returncode == 0, points.stderr
+    events = ["--user=g", "--mark=-", "--time=a"]
+    trained = command("train", "S.CSV", "gru", *events, *small[:3], "--out=events", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    done = command("forecast", "events", "S.CSV", "--out=N.CSV", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "N.CSV").read_text().startswith("g,event,a,")
+
+
 def test_runs_of_several_seeds_are_scored_one_by_one_and_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -216,7 +216,7 @@ def forecast_file(
             f"{run} is a run of {about['model']}, a model of points, which forecasts no events: use "
             f"NeuralProcess.from_pretrained({str(run)!r}) and its query"
         )
-    if path.suffix not in FILES:
+    if path.suffix.lower() not in FILES:
         raise ValueError(f"{path}: events to go on from are read from {', '.join(FILES)} files")
     model = PointProcess.from_pretrained(run, device=device).eval()
     own = own_data(run)

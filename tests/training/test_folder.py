@@ -265,7 +265,7 @@ def test_a_folder_that_cannot_be_locked_is_trained_in_with_a_warning(
 
 
 def test_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no run in .*: train one there first"):
+    with pytest.raises(FileNotFoundError, match=r"there is no run in .*: train one there first"):
         read_run(tmp_path)
 
 
