@@ -202,7 +202,7 @@ def forecast(
     mark: Mark = None,
     time: Time = None,
     device: Device = "cpu",
-    replace: Annotated[bool, typer.Option("--replace", help="Write over what is there.")] = False,
+    replace: commands.Replace = False,
 ) -> None:
     """Forecast the next events of every sequence: when (median, 5 and 95 %), and of what kind.
 
