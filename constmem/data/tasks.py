@@ -59,12 +59,11 @@ def static_image_tasks(
     generator: torch.Generator,
     num_context_max: int = 197,
     num_targets: int = 100,
-    num_context_min: int = LEAST,
     skew: float = 1.0,
 ) -> Task:
     """Tasks of one fixed shape, a context size drawn for each image and given by a mask.
 
-    Nc ~ U{min..max} where skew is 1; every target is real and none of them is in the context.
+    Nc ~ U{3..max} where skew is 1; every target is real and none of them is in the context.
     Nothing waits for the device, so that steps on these tasks can be compiled or captured in a graph.
 
     Args:
@@ -72,24 +71,18 @@ def static_image_tasks(
         generator: source of all randomness, on the same device.
         num_context_max: slots of the context.
         num_targets: targets of each image.
-        num_context_min: the smallest context; 0 teaches the prior as well.
         skew: how strongly small contexts are preferred; at 2 context sizes are about as frequent
             as the targets that the reference protocol scores at them.
     """
     _check(pixels)
-    if not 0 <= num_context_min <= num_context_max:
-        raise ValueError(
-            f"num_context_min is {num_context_min} and num_context_max {num_context_max}: "
-            "0 <= min <= max is needed"
-        )
-    checks.positive("num_targets", num_targets)
-    _fits("num_context_max + num_targets", num_context_max + num_targets, pixels)
-    low, high = num_context_min, num_context_max
-    counts = draw_skewed(pixels.shape[0], low=low, high=high, skew=skew, generator=generator)
-    x, y = _points(pixels, _choose(pixels, num_context_max + num_targets, generator))
     n = num_context_max
-    mask = first(counts.to(pixels.device), n)
-    return Task(x[:, :n], y[:, :n], x[:, n:], y[:, n:], mask)
+    if n < LEAST:
+        raise ValueError(f"num_context_max is {n}, but a context has {LEAST} points or more")
+    checks.positive("num_targets", num_targets)
+    _fits("num_context_max + num_targets", n + num_targets, pixels)
+    counts = draw_skewed(pixels.shape[0], low=LEAST, high=n, skew=skew, generator=generator)
+    x, y = _points(pixels, _choose(pixels, n + num_targets, generator))
+    return Task(x[:, :n], y[:, :n], x[:, n:], y[:, n:], first(counts.to(pixels.device), n))
 
 
 def evaluation_tasks(images: Images, *, seed: int, batch: int = 20, max_points: int = 200) -> Iterator[Task]:
