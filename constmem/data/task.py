@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -88,7 +89,8 @@ class Task:
 
     def to(self, device: torch.device | str) -> "Task":
         """The same tasks on another device."""
-        return Task(**{name: None if part is None else part.to(device) for name, part in vars(self).items()})
+        parts: dict[str, Any] = {name: t if t is None else t.to(device) for name, t in vars(self).items()}
+        return Task(**parts)
 
 
 def _padded(sides: list[tuple[Tensor, Tensor, Tensor | None]]) -> tuple[Tensor, Tensor, Tensor | None]:
