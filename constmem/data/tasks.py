@@ -14,6 +14,7 @@ from constmem.data.table import Table
 from constmem.data.task import LEAST, Task, draw_sizes, draw_skewed, draw_split, first, spread_sizes
 
 STRETCH = 4096  # rows of a group that are shuffled for a task
+SHOWN = 10_000  # rows of a context, at most
 
 
 def image_tasks(
@@ -198,10 +199,10 @@ class TableTasks:
                 task = self._tasks(torch.zeros(1, dtype=torch.long, device=self.x.device), generator, 1.0)
                 yield Task(task.xc, task.yc, x[rows][None], y[rows][None], task.mask_c)
 
-    def everything(self, table: Table, *, limit: int = 10_000) -> Iterator[Task]:
-        """The same rows as targets, with all of these rows (the first `limit`) as the context."""
+    def everything(self, table: Table) -> Iterator[Task]:
+        """The same rows as targets, with all of these rows (the first `SHOWN`) as the context."""
         x, y = (t.to(self.x)[None] for t in (table.x, table.y))
-        yield Task(self.x[None, :limit], self.y[None, :limit], x, y)
+        yield Task(self.x[None, :SHOWN], self.y[None, :SHOWN], x, y)
 
     def _tasks(self, chosen: Int64[Tensor, " b"], generator: torch.Generator, skew: float) -> Task:
         device, batch, most = self.x.device, len(chosen), self.max_context

@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -185,26 +186,22 @@ def current_commit() -> str | None:
         return None
 
 
+@dataclass(kw_only=True, eq=False)
 class Keeper:
     """What a run keeps: its latest checkpoint and the best weights by validation, every number finite.
 
     Args:
         out: the run's folder.
         lr: its rate, for advice.
+        step: of the checkpoint in the folder.
     """
 
-    def __init__(
-        self,
-        out: Path,
-        *,
-        lr: float,
-        model: Model,
-        optimiser: torch.optim.Optimizer,
-        generator: torch.Generator,
-    ) -> None:
-        self.out, self.lr = out, lr
-        self.model, self.optimiser, self.generator = model, optimiser, generator
-        self.step: int | None = None  # of the checkpoint in the folder
+    out: Path
+    lr: float
+    model: Model
+    optimiser: torch.optim.Optimizer
+    generator: torch.Generator
+    step: int | None = None
 
     def load(self) -> int:
         """Put the checkpoint back in place; returns the number of steps done."""
