@@ -65,7 +65,7 @@ class Images:
 def load_images(
     name: str,
     *,
-    data_dir: str | os.PathLike[str] | None = None,
+    data_dir: Folder = None,
     split: str = "train",
     classes: Iterable[int] | None = None,
     progress: Progress | None = None,
