@@ -148,18 +148,15 @@ def _lock(out: Path) -> int:
     path = out / LOCK
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            import fcntl  # which Windows has not
-
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        held = files.locked(handle)
+        if held is False:
             holder = os.read(handle, 200).decode(errors="replace").strip() or "another process"
             os.close(handle)
             raise BlockingIOError(
                 f"{out} is being trained by {holder}: wait until it ends, stop it, or take another --out"
-            ) from None
-        except (OSError, ImportError) as error:  # not every file system has locks
-            _log.warning(f"{out} cannot be locked ({error}): let no other process train there")
+            )
+        if held is None:  # not every system has locks
+            _log.warning(f"{out} cannot be locked: let no other process train there")
         if path.exists() and path.stat().st_ino == os.fstat(handle).st_ino:
             break
         os.close(handle)  # its holder has just deleted it

@@ -219,8 +219,8 @@ class ByShape:
         if shape not in self._graphs:
             self._graphs[shape] = self._captured(batch)
         graph, inputs, loss = self._graphs[shape]
-        for here, new in zip(_tensors(inputs), _tensors(batch), strict=True):
-            here.copy_(new)
+        for name, here in _tensors(inputs).items():
+            here.copy_(getattr(batch, name))
         seeds = self._seeds(generator)
         if seeds:
             with seeded(seeds[0], batch.device):
@@ -230,22 +230,15 @@ class ByShape:
         return loss.clone()  # the next replay writes over it
 
     def _captured(self, batch: Events) -> tuple[torch.cuda.CUDAGraph, Events, Tensor]:
-        inputs, graph = _copy(batch), torch.cuda.CUDAGraph()
+        own: dict[str, Any] = {name: part.clone() for name, part in _tensors(batch).items()}
+        inputs, graph = replace(batch, **own), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             loss = self._step(inputs, None)
         return graph, inputs, loss
 
 
-def _tensors(events: Events) -> list[Tensor]:
-    parts = events.times, events.marks, events.mask, events.t_start, events.t_end
-    return [part for part in parts if part is not None]
-
-
-def _copy(events: Events) -> Events:
-    """The same events in memory of their own, which may be written over."""
-    names = "times", "marks", "mask", "t_start", "t_end"
-    copies: dict[str, Any] = dict(zip(names, (part.clone() for part in _tensors(events)), strict=False))
-    return replace(events, **copies)
+def _tensors(events: Events) -> dict[str, Tensor]:
+    return {name: part for name, part in vars(events).items() if isinstance(part, Tensor)}
 
 
 def _aside(side: torch.cuda.Stream, step: Callable[[], Tensor]) -> Tensor:
