@@ -87,12 +87,14 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
         for name, value, least in (("warmup", self.warmup, 1), ("size", self.size or SIZE, 16)):
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
                 raise ValueError(f"{name}={value!r}: a whole number of at least {least} is needed")
+        if not isinstance(pretrained := getattr(self, "pretrained", False), bool | np.bool_):
+            raise ValueError(f"pretrained={pretrained!r}: True or False is needed")
         seed = self.random_state
         if not isinstance(seed, int | np.integer) or seed < 0:
             seed = check_random_state(seed).randint(2**31)  # which refuses what is no seed
         return Learner(
             discrete=self._discrete, forgetting=Forgetting.of(self.forget), warmup=int(self.warmup),
-            size=int(self.size or SIZE), seed=int(seed), pretrained=bool(getattr(self, "pretrained", False)),
+            size=int(self.size or SIZE), seed=int(seed), pretrained=bool(pretrained),
         )  # fmt: skip
 
     def __sklearn_is_fitted__(self) -> bool:

@@ -104,7 +104,8 @@ def predict_file(
             write(chunk.rows, more)
             outcome.rows += len(chunk)
             report(chunk.done, file.total)
-        _some(outcome.rows, table)
+        if not outcome.rows:
+            raise ValueError(f"{table} has no rows: give at least one to predict")
     return outcome
 
 

@@ -178,7 +178,10 @@ class Learner:
             memory.all_answers(torch.from_numpy(self.columns(frame.rows(start, start + ROWS))))
             for start in range(0, len(frame), ROWS)
         ]
-        made = [joined(pieces).restored(self.center, self.scale) for pieces in zip(*parts, strict=True)]
+        made = [joined(pieces) for pieces in zip(*parts, strict=True)]
+        if not self.discrete and self.seen == len(memory.features.points) == 1:  # says nothing of the spread
+            made = [replace(a, variance=np.maximum(a.variance, 1.0)) for a in made]
+        made = [a.restored(self.center, self.scale) for a in made]
         heavy = [a if self.discrete or isinstance(a, Shape) else a.heavier() for a in made]
         return heavy, memory.all_weights
 
