@@ -111,7 +111,7 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
         if freeze:
             learner.freeze(frame, y)
         learner.learn(frame, y)
-        if not hasattr(self, "learner_") or self.learner_ is not learner:
+        if freeze or not hasattr(self, "learner_"):
             self.n_features_in_ = len(frame.kinds)
             if frame.names is not None:
                 self.feature_names_in_ = np.array(frame.names, dtype=object)

@@ -1,6 +1,5 @@
 """`Columns`: how the columns of one table become standardised numbers, frozen after a warm-up."""
 
-import hashlib
 import json
 import zlib
 from collections import Counter
@@ -203,11 +202,6 @@ class Columns:
     def width(self) -> int:
         """How many numbers a row becomes."""
         return len(self._centers) + len(self._absent) + sum(len(encoded_names(c)) for _, c in self._others)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """The same for the same frozen columns, and no others."""
-        return hashlib.sha256(self.text().encode()).hexdigest()
 
     def text(self) -> str:
         """All of it as JSON."""

@@ -1,6 +1,6 @@
 """`Memory`: the moments of a stream at one horizon or several, mixed by how well each predicted lately."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from constmem.core.moments import Moments
 from constmem.tabular.answers import Answer, Shape
-from constmem.tabular.echo import Echo
+from constmem.tabular.evidence import Echo, arranged
 from constmem.tabular.features import Features
 from constmem.tabular.precisions import PIECE, RECENT
 from constmem.tabular.residuals import Residuals
@@ -87,7 +87,8 @@ class Memory:
             Trace(empty, features, half_life=half_life, window=forgetting.window, lines=lines)
             for half_life in forgetting.half_lives
         ]
-        echoes = [Echo(traces[0], targets, width, half_life=half_life) for half_life in forgetting.echoes]
+        frozen = traces[0].base, features, features.groups
+        echoes = [Echo(*frozen, targets, width, half_life=half_life) for half_life in forgetting.echoes]
         self.traces: list[Trace | Echo] = [*traces, *echoes]
         self.scores = np.zeros(len(self.traces))
         self.seen = 0
@@ -233,18 +234,11 @@ class Memory:
         age = np.arange(len(x) - 1, -1, -1)
         self.scores = self.scores * 0.5 ** (len(x) / LATELY) + said @ 0.5 ** (age / LATELY)
 
-    def widen(self, targets: int) -> None:
-        """Take more targets, which were zero in all rows so far."""
-        self._y, self._last = torch.nn.functional.pad(self._y, (0, targets - self.targets)), None
+    def arrange(self, places: Sequence[int], targets: int) -> None:
+        """Move the targets to these places among more of them, which were zero in all rows so far."""
+        self._y, self._last = arranged(self._y, places, targets), None
         for trace in self.traces:
-            trace.widen(targets)
-
-    def take(self, other: "Memory", places: list[int]) -> None:
-        """Take over what another one remembers, its targets moved to these places among ours."""
-        other.fold()
-        for mine, its in zip(self.traces, other.traces, strict=True):
-            mine.take(its, places)  # type: ignore[arg-type]  # traces of traces, echoes of echoes
-        self.scores, self.seen = other.scores.copy(), other.seen
+            trace.arrange(places, targets)
 
     def merge(self, other: "Memory") -> None:
         """Take what another memory of the same features has seen."""

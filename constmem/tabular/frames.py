@@ -79,13 +79,6 @@ def concatenated(first: Frame, second: Frame) -> Frame:
     return Frame(names, tuple(kinds), np.concatenate([first.values, second.values]), others)
 
 
-def beside(first: Frame, second: Frame) -> Frame:
-    """The columns of both, which have as many rows."""
-    names = None if first.names is None or second.names is None else first.names + second.names
-    others = first.others | {len(first.kinds) + i: column for i, column in second.others.items()}
-    return Frame(names, first.kinds + second.kinds, np.hstack([first.values, second.values]), others)
-
-
 def aligned(frame: Frame, mine: tuple[str, ...] | None, count: int) -> Frame:
     """The frame with its columns in the order of these names; refuses others, or another number of them."""
     its = frame.names

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from constmem.tabular.answers import Answer, mixed_mean
-from constmem.tabular.echo import LIVES
 from constmem.tabular.estimators import StreamingRegressor
+from constmem.tabular.evidence import LIVES
 from constmem.tabular.features import Features
 from constmem.tabular.forgetting import HORIZONS, Forgetting, Memory
 from constmem.tabular.precisions import RECENT
