@@ -219,7 +219,10 @@ class Columns:
 
     def __call__(self, frame: Frame) -> NDArray[np.float64]:
         """The rows as standardised numbers, (n, width), none of them missing or infinite."""
-        frame = self.matched(frame)
+        return self.numbers(self.matched(frame))
+
+    def numbers(self, frame: Frame) -> NDArray[np.float64]:
+        """The same of rows that `matched` has looked at."""
         with np.errstate(over="ignore"):  # brought within reach, too
             numbers = (frame.values[:, self._numbers] - self._centers) / self._scales
         gone = np.isnan(numbers)

@@ -1,6 +1,6 @@
 """`Memory`: the moments of a stream at one horizon or several, mixed by how well each predicted lately."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
@@ -25,8 +25,6 @@ LATELY = 100.0  # half-life of the scores it mixes them by, in rows
 JUDGED = 256  # rows predicted, then folded, where horizons compete
 TRUST = 0.8  # in the law of residuals; the rest stays with heavy tails around the mean
 WORST = 8.0  # nats a row: one surprise does not decide
-
-Likelihood = Callable[[Answer, NDArray[np.float64]], NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,9 @@ class Memory:
         features: of encoded rows.
         width: of an encoded row.
         targets: numbers to predict.
-        likelihood: the log-likelihood of targets under an answer; horizons are mixed by it.
+        discrete: whether targets are one-hot classes. Horizons are mixed by the likelihood of targets; a law
+            that is linear in the columns is no law of classes.
         residuals: of no rows; None: nothing is learned of residuals.
-        lines: whether a law that is linear in the columns may win.
     """
 
     def __init__(
@@ -76,15 +74,15 @@ class Memory:
         width: int,
         targets: int,
         forgetting: Forgetting,
-        likelihood: Likelihood,
+        discrete: bool = False,
         residuals: Residuals | None = None,
-        lines: bool = True,
     ) -> None:
         self.residuals, self._shown = residuals, 0  # and of the rows that wait, how many it has seen
-        self.features, self.forgetting, self._likelihood = features, forgetting, likelihood
+        self.features, self.forgetting = features, forgetting
+        self._likelihood = Answer.log_probability if discrete else Answer.heavy_log_density
         empty = Moments.empty(features.width, targets)
         traces = [
-            Trace(empty, features, half_life=half_life, window=forgetting.window, lines=lines)
+            Trace(empty, features, half_life=half_life, window=forgetting.window, lines=not discrete)
             for half_life in forgetting.half_lives
         ]
         frozen = traces[0].base, features, features.groups

@@ -108,9 +108,8 @@ class Learner:
     ) -> None:
         """Begin with what was frozen elsewhere, and no rows."""
         self.columns, self.center, self.scale = columns, center, scale
-        likelihood = Answer.log_probability if self.discrete else Answer.heavy_log_density
-        memory = features, columns.width, len(center), self.forgetting, likelihood, more
-        self.memory = Memory(*memory, lines=not self.discrete)  # indicators are not normal around a line
+        settings = self.forgetting, self.discrete, more
+        self.memory = Memory(features, columns.width, len(center), *settings)
         self._rows, self._y, self._early = None, np.zeros((0, len(center))), None
 
     def spawn(self) -> "Learner":
@@ -140,7 +139,9 @@ class Learner:
             return
         for start in range(0, len(y), PIECE):
             rows = frame.rows(start, start + PIECE)
-            self.memory.learn(torch.from_numpy(self.columns(rows)), self._inside(y[start : start + PIECE]))
+            self.memory.learn(
+                torch.from_numpy(self.columns.numbers(rows)), self._inside(y[start : start + PIECE])
+            )
 
     def _warm_up(self, frame: Frame, y: Any) -> tuple[Frame, Any]:
         """Keep rows until there are enough to freeze by, and return those beyond."""
@@ -168,7 +169,7 @@ class Learner:
         frame = self.columns.matched(frame)
         memory = self.memory
         parts = [
-            memory.all_answers(torch.from_numpy(self.columns(frame.rows(start, start + ROWS))))
+            memory.all_answers(torch.from_numpy(self.columns.numbers(frame.rows(start, start + ROWS))))
             for start in range(0, len(frame), ROWS)
         ]
         made = [joined(pieces) for pieces in zip(*parts, strict=True)]
@@ -185,7 +186,7 @@ class Learner:
         frame = self.columns.matched(frame)
         parts = []
         for start in range(0, len(frame), ROWS):
-            x = torch.from_numpy(self.columns(frame.rows(start, start + ROWS)))
+            x = torch.from_numpy(self.columns.numbers(frame.rows(start, start + ROWS)))
             means = np.stack([mean.numpy() for mean in self.memory.means(x)])
             parts.append(np.tensordot(self.memory.weights, means, 1))
         return np.concatenate(parts) * self.scale + self.center
