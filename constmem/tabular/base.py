@@ -228,7 +228,8 @@ def _written(learner: Learner) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """All that a learner is made of: what JSON holds, and tensors by name."""
     memory, columns, rows = learner.memory, learner.columns, learner.warm_up_rows
     given = {name: getattr(learner, name) for name in ("discrete", "warmup", "size", "seed")}
-    header = {"learner": given, "columns": None, "rows": None, "pretrained": learner.pretrained}
+    header: dict[str, Any] = {"learner": given, "columns": None, "rows": None}
+    header["pretrained"] = learner.pretrained
     tensors: dict[str, Tensor] = {}
     if columns is not None and memory is not None:
         header["columns"] = columns.text()
