@@ -232,6 +232,10 @@ BAD = {
     ),
     "no rows": (["fit", "head.csv", "--target", "a", "--out", "m2"], "no rows that can be used"),
     "no table": (["fit", "empty.csv", "--target", "a", "--out", "m2"], "names of columns"),
+    "nothing to predict": (
+        ["predict", "model", "header.csv", "--out", "p.csv"],
+        "header.csv has no rows: give",
+    ),
     "another format": (["predict", "model", "notes.txt", "--out", "p.csv"], "read from .csv, .tsv"),
     "no model": (
         ["predict", "houses.csv", "houses.csv", "--out", "p.csv"],
@@ -284,6 +288,7 @@ def test_errors_are_one_clear_line_with_exit_code_two_and_change_nothing(
     Path("one.csv").write_text("a\n1\n2\n")
     Path("ragged.csv").write_text("a,b\n1,2\n3\n")
     Path("head.csv").write_text("a,b\n")
+    Path("header.csv").write_text(head)
     Path("empty.csv").write_text("")
     Path("notes.txt").write_text("hello")
     Path("text.csv").write_text(f"{head}20,Ulm,2024-03-01,3\nlarge,Ulm,2024-03-01,3\n")
