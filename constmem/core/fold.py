@@ -18,7 +18,7 @@ from constmem.core.layers import MLP, perceptron
 from constmem.core.monoid import Monoid
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
-from constmem.kernels import Chunk, accumulate, joined
+from constmem.kernels import Chunk, joined
 
 __all__ = [
     "Chunk", "ConditioningError", "filled", "fold", "fused_fold", "joined", "nothing", "numbered",
@@ -185,7 +185,6 @@ class _Fold(torch.autograd.Function):
         grad_value = grad_value.masked_fill(nothing[..., None], 0.0)
         grad_lse = None if grad_lse is None else grad_lse.masked_fill(nothing, 0.0)
         whole = value, lse, grad_value, grad_lse
-        grads: dict[int, Tensor] = {}
         grad_q = torch.zeros_like(q)
         device, dtype, enabled = ctx.autocast
         for x, y, mask in zip(points[::2], points[1::2], saved[len(tensors) :], strict=True):
@@ -196,9 +195,8 @@ class _Fold(torch.autograd.Function):
             if not k.requires_grad or k.shape[-2] == 0:
                 continue
             wanted = [t for t in (*parameters.values(), x, y) if t.requires_grad]
-            found = torch.autograd.grad((k, v), wanted, upstream, allow_unused=True)
-            accumulate(grads, zip(wanted, found, strict=True))
-        return None, None, None, grad_q, *(grads.get(id(leaf)) for leaf in leaves)
+            torch.autograd.backward((k, v), upstream, inputs=wanted)  # adds them up
+        return None, None, None, grad_q, *(leaf.grad for leaf in leaves)
 
 
 def _with(others: dict[int, Tensor], module: nn.Module) -> nn.Module:

@@ -119,7 +119,7 @@ class Checksum:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        kernels, before, device = gpu.merging(), 0, tensors[0].device
+        kernels, before, device = gpu.triton("states"), 0, tensors[0].device
         word = gcd(4, *(t.data_ptr() for t in tensors), *(t.nbytes for t in tensors))  # bytes
         rows: list[tuple[int, int, int]] = []
         for t in tensors:
@@ -157,7 +157,7 @@ class Checksum:
         if not self._deferred or self._table.device != device or numbers > NUMBERS:
             return None
         self._deferred = False
-        return gpu.merging().Check(self._table, self._bits, self._here, self._numbers)
+        return gpu.triton("states").Check(self._table, self._bits, self._here, self._numbers)
 
     def numbers(self, count: int) -> list[float]:
         """Those of points, as that launch has copied them."""
@@ -195,7 +195,7 @@ class Checksum:
             torch.cuda.current_stream(self._table.device).synchronize()
 
     def _launch(self) -> None:
-        gpu.merging().checksum(self._table, self._bits, self._sums)
+        gpu.triton("states").checksum(self._table, self._bits, self._sums)
         self._here.copy_(self._sums, non_blocking=True)
 
 

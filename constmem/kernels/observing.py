@@ -16,10 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from constmem.kernels import cpu, gpu
-from constmem.kernels.cpu import Event
+from constmem.kernels.cpu import Event, Slots, SlotsLse
 from constmem.kernels.graphs import Checksum
 from constmem.kernels.paths import CHECKSUM, CPU, GPU, library, traced
-from constmem.kernels.reference import Others, OthersLse, Slots, SlotsLse, absorb
 
 Exact = Callable[[], tuple[Float[Tensor, "*depth h s c"], Float[Tensor, "kv d"], Float[Tensor, " kv"]]]
 _UNKNOWN: Any = object()
@@ -59,7 +58,7 @@ class Plans:
             return None
         plan: gpu.Plan | None = self._laid.get(precision, _UNKNOWN)
         if plan is _UNKNOWN:
-            plan = self._laid[precision] = gpu.plan(absorb(*self.exact()), self.layers, precision)
+            plan = self._laid[precision] = gpu.plan(gpu.absorb(*self.exact()), self.layers, precision)
         return plan
 
 
@@ -115,13 +114,20 @@ def update(
 
 
 def merge(
-    value: Slots, lse: SlotsLse, other_value: Others, other_lse: OthersLse
+    value: Slots, lse: SlotsLse, other_value: Float[Tensor, "*#h s c"], other_lse: Float[Tensor, "*#h s"]
 ) -> tuple[Slots, SlotsLse] | None:
-    """The algebra's `merge` of float64 tensors of one shape, in one pass."""
+    """The algebra's `merge` of float64 tensors of one shape, in one pass; None if a gradient is wanted."""
     given = value, lse, other_value, other_lse
-    if cpu.merges(*given):
-        return cpu.merge(*given)
-    return GPU.attempt(lambda: gpu.merge(*given)) if gpu.merges(*given) else None
+    fits = (
+        value.dtype == other_value.dtype == lse.dtype == other_lse.dtype == torch.float64
+        and value.shape == other_value.shape
+        and value.shape[:-1] == lse.shape == other_lse.shape  # no path checks sizes
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in given))
+    )
+    if fits and value.is_cpu:
+        return cpu.merge(*given) if cpu.usable() else None
+    fits = fits and value.shape[-1] <= gpu.WIDEST["half"] and gpu.usable(value.device)
+    return GPU.attempt(lambda: gpu.merge(*given)) if fits else None
 
 
 def chunk(dtype: torch.dtype, device: torch.device) -> int | None:
