@@ -7,6 +7,7 @@ exp(score - lse). So the peak is that of one chunk, however many there are.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import reduce
 from typing import Any, TypeVar
 
 import torch
@@ -134,19 +135,8 @@ def fused_fold(observation: Observation, embed: MLP | None, chunks: list[Chunk])
     return AttentionState(value, lse, sum((m.sum(-1) for *_, m in chunks if m is not None), count))
 
 
-def _stream(project: nn.Module, q: Tensor, chunks: Iterable[Chunk]) -> AttentionState:
-    state: AttentionState | None = None
-    for x, y, mask in chunks:
-        k, v = project(x, y)
-        part = AttentionState.observe(q, k, v, mask)
-        state = part if state is None else state.merge(part)
-    if state is None:
-        raise ValueError("there are no chunks to condition on")
-    return state
-
-
 class _Fold(torch.autograd.Function):
-    """`_stream` with a backward pass that walks the chunks a second time."""
+    """Chunks observed and merged, with a backward pass that walks them a second time."""
 
     @staticmethod
     def forward(
@@ -159,7 +149,8 @@ class _Fold(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         points = tensors[len(names) :]
         chunks = zip(points[::2], points[1::2], masks, strict=True)
-        state = _stream(project, q, chunks)
+        parts = (AttentionState.observe(q, *project(x, y), mask) for x, y, mask in chunks)
+        state = reduce(AttentionState.merge, parts)
         device = state.value.device.type
         ctx.project, ctx.names = project, names
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)

@@ -35,16 +35,6 @@ SHORT = "machine code found too little memory: take fewer points or tasks at a t
 SMALLEST, LARGEST = 2**25, 2**29  # bytes of a result whose memory is kept for the next one
 
 
-class _Plan(ctypes.Structure):
-    """`Plan` of native.cpp: where weights lie, and their sizes."""
-
-    _fields_ = (
-        ("layers", NUMBER), ("weight", POINTER), ("bias", POINTER), ("widths", POINTER),
-        ("heads", NUMBER), ("slots", NUMBER), ("channels", NUMBER), ("queries", POINTER),
-        ("key", POINTER), ("key_shift", POINTER), ("value", POINTER), ("value_shift", POINTER),
-    )  # fmt: skip
-
-
 class Weights(NamedTuple):
     """The weights of an observation in the order the machine code reads them."""
 
@@ -63,19 +53,15 @@ class Plan:
     def __init__(self, weights: Weights, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
         heads, width, channels = weights.key.shape
         widths = [layers[0][0].shape[1] if layers else width, *(w.shape[0] for w, _ in layers)]
-        addresses = POINTER * len(layers)
-        parts = (
-            addresses(*(weight.data_ptr() for weight, _ in layers)),
-            addresses(*(bias.data_ptr() for _, bias in layers)),
-            (NUMBER * len(widths))(*widths),
-        )
-        where = [ctypes.cast(part, POINTER) for part in parts]
+        where = ((weight.data_ptr() for weight, _ in layers), (bias.data_ptr() for _, bias in layers))
+        parts = [array("q", numbers) for numbers in (*where, widths)]
+        places = (part.buffer_info()[0] for part in parts)
         sizes = heads, weights.slots, channels
-        content = _Plan(len(layers), *where, *sizes, *(t.data_ptr() for t in weights[:5]))
-        self.pointer = ctypes.byref(content)
+        content = array("q", (len(layers), *places, *sizes, *(t.data_ptr() for t in weights[:5])))
+        self.pointer = content.buffer_info()[0]  # of `Plan` of native_tile.h
         self.shape, self.numbers, self.weights = sizes, prod(sizes), weights
         self.halves = _halves()  # as is asked for now: settings that change get another plan
-        self._kept = layers, parts  # what the addresses point to
+        self._kept = layers, parts, content  # what the addresses point to
 
 
 def pack(

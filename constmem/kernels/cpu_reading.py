@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from constmem.kernels import cpu
-from constmem.kernels.paths import traced
 
 KEYS = 1024  # tokens that are attended to
 FEW = 8  # tasks of which each may waste lanes
@@ -58,7 +58,10 @@ def serves(x: Tensor) -> bool:
     """Whether numbers may go through machine code, as far as they themselves tell; cheap to ask."""
     watched = (
         torch.is_grad_enabled()
-        or traced()
+        or torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch._C._functorch.maybe_current_level() is not None
+        or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack()  # operators are being counted or traced
         or torch.is_autocast_enabled("cpu")
     )
@@ -140,12 +143,15 @@ class Program:
                 "q", (context.data_ptr(), context.stride(0), shape[-2])
             )
             kept.append((context, mask))  # until the end: these may be copies
-        out = x.new_empty(tasks, self._levels, tokens, self._width)
-        cpu.run(
-            "layers", self._count, self._rows.buffer_info()[0], places.buffer_info()[0], tasks, tokens,
+        out, code = x.new_empty(tasks, self._levels, tokens, self._width), cpu.library()
+        assert code is not None  # as `serves` says
+        short = code.layers(
+            self._count, self._rows.buffer_info()[0], places.buffer_info()[0], tasks, tokens,
             channels, self._width, self._eps, x.data_ptr(), x.stride(0), torch.get_num_threads(),
             out.data_ptr(),
         )  # fmt: skip
+        if short:
+            raise MemoryError(cpu.SHORT)
         return out
 
     def __reduce__(self) -> tuple[Any, ...]:
