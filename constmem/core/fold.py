@@ -149,8 +149,8 @@ class _Fold(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         points = tensors[len(names) :]
         chunks = zip(points[::2], points[1::2], masks, strict=True)
-        parts = (AttentionState.observe(q, *project(x, y), mask) for x, y, mask in chunks)
-        state = reduce(AttentionState.merge, parts)
+        seen = ((project(x, y), mask) for x, y, mask in chunks)
+        state = reduce(AttentionState.merge, (AttentionState.observe(q, k, v, mask) for (k, v), mask in seen))
         device = state.value.device.type
         ctx.project, ctx.names = project, names
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)

@@ -200,10 +200,11 @@ class _PreNorm(nn.Module):
 
     def _whole(self, x: Tensor, context: Tensor | None, mask: Tensor | None) -> Tensor | None:
         """The whole layer as one operator, where one serves."""
+        parts: Any = self._modules
         own = self.attention
         if not _plain(own.query, own.key_value, own.out):
             return None
-        norms = [(norm.weight, norm.bias) for norm in (self._modules[name] for name in self.NORMS)]
+        norms = [(parts[name].weight, parts[name].bias) for name in self.NORMS]
         weights = own.query.weight, own.key_value.weight, own.out.weight, own.out.bias
         return kernels.attention(
             x, context, mask, norms[0], norms[1] if norms[1:] else None, weights,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from constmem.kernels import gpu
+from constmem.kernels import cpu, gpu
 from constmem.kernels.paths import CAPTURED, CHECKSUM, GRAPHS
 
 LARGEST = 2**22  # numbers given: beyond, launches are no longer what takes the time
@@ -197,6 +197,17 @@ class Checksum:
     def _launch(self) -> None:
         gpu.triton("states").checksum(self._table, self._bits, self._sums)
         self._here.copy_(self._sums, non_blocking=True)
+
+
+def checksum(tensors: Sequence[Tensor]) -> Callable[[], int | None] | None:
+    """What finds a number that changes with any bit of these; None where nothing can."""
+    where = {t.device for t in tensors}
+    able = len(where) == 1 and all(t.is_contiguous() for t in tensors)
+    if not able or not all(t.data_ptr() or t.numel() == 0 for t in tensors):  # memory was given back
+        return None
+    if gpu.usable(device := where.pop()):
+        return None if CHECKSUM.failed else CHECKSUM.attempt(lambda: Checksum(tensors))
+    return cpu.checksum(tensors) if device.type == "cpu" and cpu.usable() else None
 
 
 def _weights(module: nn.Module) -> Iterator[Tensor]:
