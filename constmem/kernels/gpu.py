@@ -80,27 +80,13 @@ def usable(device: torch.device) -> bool:
     return able(device.index)
 
 
-def able(index: int | None) -> bool:
-    """Whether kernels are wanted, can be imported, and are known to run on that GPU."""
-    return _able(index) and _wanted()
-
-
-def place(index: int | None) -> torch.device:
-    """The GPU of that index."""
-    return torch.device("cuda") if index is None else torch.device("cuda", index)
-
-
 @functools.cache
-def _able(index: int | None) -> bool:
+def able(index: int | None) -> bool:
+    """Whether kernels are known to run on that GPU, are wanted, and can be imported."""
     found = torch.cuda.get_device_capability(index)
     if found < OLDEST:
         GPU.unfit(f"its compute capability is {found}, and {OLDEST} is needed")
-    return found >= OLDEST
-
-
-@functools.cache
-def _wanted() -> bool:
-    """Whether kernels are not switched off, and can be imported; one line in the log if they cannot."""
+        return False
     if os.environ.get("CONSTMEM_NATIVE", "1") == "0":
         return False
     try:
@@ -117,10 +103,18 @@ def triton(name: str) -> Any:
     return importlib.import_module(f"constmem.kernels.triton_{name}")
 
 
+_FOUND = able, triton  # which GPUs and kernels
+
+
 def forget() -> None:
     """Forget which kernels and GPUs were found."""
-    for known in (_able, _wanted, triton):
+    for known in _FOUND:
         known.cache_clear()
+
+
+def place(index: int | None) -> torch.device:
+    """The GPU of that index."""
+    return torch.device("cuda") if index is None else torch.device("cuda", index)
 
 
 def precision_of(dtype: torch.dtype) -> str | None:
