@@ -1,4 +1,4 @@
-"""Work of small launches on a GPU, captured in a CUDA graph when it comes again, and replayed.
+"""Small launches on a GPU captured in a CUDA graph when they come again: a model's work, checksums of memory.
 
 A graph reads weights where they lie, so training in place is seen; it is captured again for other shapes,
 other precisions and weights that lie elsewhere. What it returns is a copy: nothing a caller holds is ever
