@@ -15,7 +15,7 @@ from sklearn.ensemble import RandomForestRegressor
 import constmem
 from constmem import cli
 from constmem.cli import train
-from constmem.core.registry import EVENTS, POINTS, with_variants
+from constmem.core import EVENTS, POINTS, with_variants
 from constmem.data import DATASETS, power_plant
 from constmem.evaluation.demo import demo, power_stream
 from tests.command import command

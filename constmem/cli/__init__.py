@@ -10,7 +10,7 @@ import typer
 
 from constmem import __version__
 from constmem.cli import commands
-from constmem.core.registry import EVENTS, POINTS, with_variants
+from constmem.core import EVENTS, POINTS, with_variants
 from constmem.data import catalogue
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

@@ -10,7 +10,7 @@ from jaxtyping import Float64, UInt8
 from torch import Tensor
 
 from constmem.core import checks
-from constmem.core.registry import title_of as model_name
+from constmem.core import title_of as model_name
 from constmem.data import (
     EventLog,
     Events,

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
-from constmem.core import checks
+from constmem.core import checks, of_events
 from constmem.core.costs import Peak, progress
 from constmem.core.files import WEIGHTS, write_text
-from constmem.core.registry import of_events
 from constmem.data import EventLog, Events, Hawkes, Table, simulated
 from constmem.data.catalogue import DATASETS, SECONDS
 from constmem.data.event_files import NONE, labelled_sequences

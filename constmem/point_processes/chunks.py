@@ -16,7 +16,6 @@ from jaxtyping import Bool, Float64, Int64, Shaped
 from torch import Tensor
 
 from constmem.core import checks
-from constmem.kernels import accumulate
 from constmem.point_processes.events import Events
 from constmem.point_processes.padding import NOTHING, UNKNOWN, exact, numbers, out_of_range, refuse
 
@@ -232,7 +231,7 @@ class _Rewind(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_time: Tensor | None, grad_mark: Tensor | None, *grad_memory: Any) -> Any:
         parameters = [p for p in ctx.parameters if p.requires_grad]
-        grads: dict[int, Tensor] = {}
+        sums: dict[int, Tensor] = {}
         upstream = dict(zip(ctx.names, grad_memory, strict=True))
         device, dtype, enabled = ctx.autocast
         stop = sum(chunk.times.shape[1] for chunk, _ in ctx.plan.chunks)
@@ -247,11 +246,13 @@ class _Rewind(torch.autograd.Function):
             leaves = [t for t in memory.values() if t.requires_grad]
             outs, given = zip(*pairs, strict=True)
             found = torch.autograd.grad(outs, [*leaves, *parameters], given, allow_unused=True)
-            accumulate(grads, zip(parameters, found[len(leaves) :], strict=True))
+            for p, grad in zip(parameters, found[len(leaves) :], strict=True):
+                if grad is not None:
+                    sums[id(p)] = sums[id(p)].add_(grad) if id(p) in sums else grad.clone()
             parts = iter(found)
             upstream = {name: next(parts) if t.requires_grad else None for name, t in memory.items()}
             stop = start
-        of_parameters = [grads.get(id(p)) for p in ctx.parameters]
+        of_parameters = [sums.get(id(p)) for p in ctx.parameters]
         return None, None, None, None, *(upstream[name] for name in ctx.names), *of_parameters
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from constmem.core.registry import of_events
+from constmem.core import of_events
 from constmem.data import DATASETS, EventLog, Table
 from constmem.data.event_files import NONE
 from constmem.data.event_log import FORMATS
