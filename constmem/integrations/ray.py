@@ -156,10 +156,14 @@ class _Conditioned:
         return self._made
 
     def _rows(self, batch: dict[str, Any], columns: list[str]) -> torch.Tensor:
-        made = np.stack([np.asarray(batch[name], np.float64) for name in columns], 1)
-        if not np.isfinite(made).all():
-            row, column = (int(i) for i in np.argwhere(~np.isfinite(made))[0])
-            raise ValueError(f"column {columns[column]!r} holds {made[row, column]}: leave such rows out")
+        made = np.empty((len(batch[columns[0]]), len(columns)))
+        for name, column in zip(columns, made.T, strict=True):
+            try:
+                column[:] = batch[name]
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"column {name!r} holds what is no number: {error}") from error
+            if not (fine := np.isfinite(column)).all():
+                raise ValueError(f"column {name!r} holds {column[~fine][0]}: leave such rows out")
         return torch.from_numpy(made)
 
     def state(self, batch: dict[str, Any]) -> Any:
@@ -216,6 +220,8 @@ def _mapped(
     dataset: Any, work: "_Conditioned | _Fitted", columns: list[str], batch_size: int | None, workers: int
 ) -> Iterable[dict[str, Any]]:
     """Columns of what the workers make of the dataset's batches, as it comes."""
+    if not hasattr(dataset, "map_batches"):
+        raise TypeError(f"a dataset of ray.data is needed, not a {type(dataset).__name__}")
     schema = dataset.schema()
     if schema is None:
         return ()
@@ -239,6 +245,8 @@ def _mapped(
 
 
 def _require(model: NeuralProcess[Any, Any], x: Sequence[str], y: Sequence[str]) -> None:
+    if not isinstance(model, NeuralProcess):
+        raise TypeError(f"a neural process is needed, not a {type(model).__name__}")
     one_size(model)
     for what, given, dim in (("x", x, model.dim_x), ("y", y, model.dim_y)):
         if isinstance(given, str) or len(given) != dim:

@@ -109,7 +109,10 @@ class Batches:
             self._closing = True
             self._changed.notify()
         self._thread.join()
-        self.store.close()
+        try:
+            self.store.close()
+        except OSError as error:  # a full disk, for instance: the journal will be applied
+            log.error("%s; all that was acknowledged is in the journal", error.strerror)
 
     def _run(self) -> None:
         torch.set_num_threads(1)

@@ -101,6 +101,8 @@ class Service:
                 if scope["method"] != "POST":
                     raise Failure(405, "method", f"POST a JSON object to /v1/{verb}")
                 given = dict(scope["headers"])
+                if scope.get("crowded"):
+                    raise Failure(503, "busy", "there are too many connections: try again later", wait=5)
                 sent = (given.get(name, b"") for name in (b"authorization", b"origin"))
                 token = self.tokens.holder(*(text.decode(errors="replace") for text in sent))
                 content = await self._body(given.get(b"content-length", b"0"), receive)
@@ -185,7 +187,9 @@ class Service:
 def failed(failure: Failure) -> Answer:
     """An answer that says what is wrong."""
     headers = [] if failure.wait is None else [(b"retry-after", str(failure.wait).encode())]
-    more = {401: (b"www-authenticate", b"Bearer"), 405: (b"allow", b"POST")}
+    more = {
+        401: (b"www-authenticate", b"Bearer"), 405: (b"allow", b"POST"), 503: (b"connection", b"close"),
+    }  # fmt: skip
     headers += [more[failure.status]] if failure.status in more else []
     content = orjson.dumps({"error": {"kind": failure.kind, "message": _clean(failure.message)}})
     return failure.status, content, headers
@@ -232,6 +236,8 @@ class Connection(HttpToolsProtocol):
         self._wait(1)
 
     def on_headers_complete(self) -> None:
+        most = 4 * self.config.app.limits.waiting  # type: ignore[union-attr]
+        self.scope["crowded"] = len(self.connections) > most  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         self._head = None
         self._wait(2)  # the service itself waits for the body once as long, and says so
@@ -270,7 +276,7 @@ def settings(service: Service) -> dict[str, Any]:
     """How uvicorn is to run a service."""
     return {
         "http": Connection, "access_log": False, "timeout_keep_alive": 30, "server_header": False,
-        "limit_concurrency": 4 * service.limits.waiting, "proxy_headers": False, "ws": "none",
+        "proxy_headers": False, "ws": "none",
         "timeout_graceful_shutdown": ceil(service.limits.seconds),
     }  # fmt: skip
 

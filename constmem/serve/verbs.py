@@ -142,9 +142,8 @@ class Verbs:
         if source is None and position is None:
             return None, None
         if not isinstance(source, str) or not 0 < len(source) <= 256 or type(position) is not int:
-            raise Failure(
-                422, "refused", "source is a text, and position a whole number that counts up: give both"
-            )
+            needed = "source is a text of 1 to 256 letters, and position a whole number that counts up"
+            raise Failure(422, "refused", f"{needed}: give both")
         prefix = token.prefix.replace("%", "%25").replace(":", "%3A")  # else one could name another's source
         return f"http:{prefix}:{source}", position
 

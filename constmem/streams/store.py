@@ -12,6 +12,7 @@ from torch import Tensor
 from constmem.core import checks
 from constmem.core.monoid import Monoid
 from constmem.neural_processes import NeuralProcess
+from constmem.point_processes import PointProcess
 from constmem.streams import AnyModel, checked, fits, listed, rows_of
 from constmem.streams.database import Database, Position
 from constmem.streams.journal import Journaled, Layout
@@ -32,7 +33,7 @@ class Store:
     Args:
         path: an SQLite file, made where it is missing. One process at a time holds it, and none
             that is forked from that one.
-        model: as for a `StreamPool`.
+        model: of points or of events, whose state does not grow.
         memory: bytes for states in memory.
         single: whether values are kept in float32 on disk: half the size, about 1e-7 of each value lost
             whenever a state is read back, and with it the promise on every bit. Counts and times stay exact.
@@ -66,6 +67,11 @@ class Store:
     ) -> None:
         checks.positive("memory", memory)
         checks.positive("journal", journal)
+        if not isinstance(model, NeuralProcess | PointProcess):
+            raise TypeError(
+                f"a store is of a neural or a point process, not of a {type(model).__name__}: streams of an "
+                "estimator are held by a StreamPool"
+            )
         self.model = model
         pool = StreamPool(model)
         layout = Layout(model, pool._blank, single)

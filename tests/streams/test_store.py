@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from constmem import CMANP, Store, Stream, StreamPool
+from constmem import CMANP, Store, Stream, StreamingRegressor, StreamPool
 from constmem.kernels import paths
 from constmem.streams import _rounds, journal, one_by_one
 from tests.laws import models as small_models
@@ -313,6 +313,15 @@ def test_merge_fork_put_and_delete_are_on_disk_at_once(tmp_path: Path) -> None:
             again.fork(first, "new")
         again.observe(["new"], [1.0], [1.0])
         assert again.count(["new"]).item() == 1
+
+
+def test_an_estimator_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).normal(size=(60, 2))
+    estimator = StreamingRegressor(size=16, pretrained=False).fit(rows, rows[:, 0])
+    for model in (estimator, "gp"):
+        with pytest.raises(TypeError, match=r"a store is of a neural or a point process.*StreamPool"):
+            Store(tmp_path / "s", model)  # type: ignore[arg-type]
+    assert not (tmp_path / "s").exists()
 
 
 def test_a_store_that_another_process_holds_is_refused(tmp_path: Path) -> None:
