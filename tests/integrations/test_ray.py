@@ -188,6 +188,9 @@ def test_what_cannot_be_done_is_said_before_or_with_the_column(result: dict[str,
     assert "those of LBANP grow with what they are shown" in stored
     assert "no column 'price'" in target
     assert "column 'b' holds inf" in infinite
+    assert "column 'sensor' holds what is no number" in words
+    assert "a neural process is needed, not a CMHP" in events
+    assert "a dataset of ray.data is needed, not a DataFrame" in frame
 
 
 def test_a_dataset_of_no_rows_is_the_empty_state(result: dict[str, Any]) -> None:

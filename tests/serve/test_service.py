@@ -30,8 +30,8 @@ from tests.streams.test_store import alone, require_same, rows
 
 pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
-from constmem.serve import Failure, Limits, Tokens  # noqa: E402
-from constmem.serve.batches import Batches  # noqa: E402
+from constmem.serve import Tokens  # noqa: E402
+from constmem.serve.batches import Batches, Failure, Limits, Observe, Predict  # noqa: E402
 from constmem.serve.service import HEAD, Service, settings  # noqa: E402
 
 MODEL = built()
@@ -617,8 +617,6 @@ def test_many_at_once_are_each_answered_for_themselves(tmp_path: Path) -> None:
     names, x, y = rows(120, 8)
 
     async def ask_all(batches: Batches) -> list[Any]:
-        from constmem.serve.batches import Observe, Predict
-
         asked: list[Any] = []
         for i, (key, a, b) in enumerate(zip(names, x.tolist(), y.tolist(), strict=True)):
             asked.append(batches.submit(Observe([key], [a], [b], "me", i)))
@@ -656,8 +654,6 @@ def test_large_requests_are_not_answered_all_at_once(tmp_path: Path, monkeypatch
     monkeypatch.setattr(store, "observe_all", observed)
 
     async def ask_all(batches: Batches) -> list[Any]:
-        from constmem.serve.batches import Observe, Predict
-
         column = [[0.5]] * 60
         asked = [batches.submit(Observe(["a"] * 60, column, column)) for _ in range(5)]
         asked += [batches.submit(Predict(["a"], [column])) for _ in range(5)]
