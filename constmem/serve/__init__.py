@@ -1,4 +1,4 @@
-"""Streams by key behind an address: who may ask for what, checked, and done together with what waits."""
+"""Streams by key behind an address: who may ask for what, and how each verb is checked and done."""
 
 import hashlib
 import hmac
@@ -68,8 +68,7 @@ class Tokens:
         if Path(path).stat().st_mode & 0o004:
             raise ValueError(f"everybody may read the tokens in {path}: chmod o-r {path}")
         try:
-            entries = json.loads(Path(path).read_text(encoding="utf-8"))
-            found = [_entry(entry) for entry in entries]
+            found = [_entry(entry) for entry in json.loads(Path(path).read_text(encoding="utf-8"))]
             known = dict(found)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(
@@ -251,9 +250,8 @@ class Verbs:
     def _create(self, token: Token, body: Body) -> Any:
         key = self._key(token, "write", body)
         start = numbers("start", body.get("start", 0.0), 1)[0]
-        return self.batches.submit(
-            Work(lambda store: store.create([key], start=start), {"created": 1}, [key])
-        )
+        create = Work(lambda store: store.create([key], start=start), {"created": 1}, [key])
+        return self.batches.submit(create)
 
     def _count(self, token: Token, body: Body) -> Any:
         key = self._key(token, "read", body)
@@ -288,7 +286,7 @@ class Verbs:
         return key
 
     def _many(self, token: Token, scope: str, body: Body) -> list[str]:
-        keys: Any = body.get("keys")
+        keys: list[str] = body.get("keys", [])
         texts = isinstance(keys, list) and set(map(type, keys)) == {str}
         if not texts or not 0 < min(map(len, keys)) <= max(map(len, keys)) <= LONGEST:
             raise ValueError(f"keys is a list of texts of 1 to {LONGEST:,} letters, one for each row")

@@ -224,10 +224,6 @@ class Batches:
     def _predicted(self, requests: list[Predict]) -> list[dict[str, Any]]:
         """Answers for all in one batch; fewer targets than others have are filled up."""
         names = [key for each in requests for key in each.keys]
-        known = set(self.store.known(names))
-        if missing := [name for name in names if name not in known]:
-            raise KeyError(f"there is no stream {missing[0]!r} here: observe rows of it first")
-        self.predictions += len(names)
         if isinstance(self.store.model, PointProcess):
             found = self.store.predict(names)
             with torch.no_grad():
@@ -242,6 +238,7 @@ class Batches:
             rows = [row + row[-1:] * (most - len(row)) for each in requests for row in each.x or []]
             found = self.store.predict(names, np.asarray(rows))
             columns = {"mean": found.mean, "stddev": found.stddev}
+        self.predictions += len(names)
         arrays = {name: np.asarray(t) for name, t in columns.items()}
         answers, start = [], 0
         for each in requests:

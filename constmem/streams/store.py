@@ -113,9 +113,8 @@ class Store:
         self, keys: Sequence[Hashable], x: Any, y: Any, positions: dict[str, Position]
     ) -> tuple[bool, ...]:
         """`observe` with positions of several sources: which are new; unless all are, nothing is taken."""
-        given, rows = rows_of(self.model, x, y), _named(keys)
-        if len(rows) != len(given[0]):
-            raise ValueError(f"there are {len(rows)} keys, but {len(given[0])} rows: each row needs one")
+        rows = _named(keys)
+        given = rows_of(self.model, rows, x, y)
         _require_places(positions)
         with self._locked() as held:
             new = tuple(self._is_new(name, place) for name, place in positions.items())
@@ -165,11 +164,9 @@ class Store:
         return found
 
     def known(self, keys: Sequence[Hashable]) -> list[Hashable]:
-        """Those of the keys that name a stream."""
-        names = list(dict.fromkeys(_named(keys)))
+        """Those of the keys that name a stream, damaged ones too."""
         with self._locked() as held:
-            held.load(names)
-            return [name for name in names if name in held]
+            return held.there(_named(keys))
 
     def put(self, keys: Sequence[Hashable], state: Any) -> None:
         """Hold these states under these keys, in place of those held before; on disk when it returns."""
@@ -208,8 +205,7 @@ class Store:
     def delete(self, keys: Sequence[Hashable]) -> int:
         """Delete streams, on disk too, damaged ones as well; returns how many there were."""
         with self._locked() as held:
-            names = held.there(_named(keys))
-            if names:
+            if names := held.there(_named(keys)):
                 held.delete(names)
             return len(names)
 

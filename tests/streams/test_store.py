@@ -276,7 +276,7 @@ def test_float32_at_rest_is_half_the_size_and_nearly_the_same(tmp_path: Path) ->
             torch.testing.assert_close(again.value, states.value, atol=1e-6, rtol=1e-6)
             assert torch.equal(again.value, states.value) is not single
             assert torch.equal(again.count, states.count)
-            sizes[single] = len(journal.Layout(MODEL, MODEL.empty(1), single).packed(again)[0])
+            sizes[single] = len(journal.Layout(MODEL, MODEL.empty(1), single).rows(again)[0])
     assert sizes[True] < 0.51 * sizes[False]
 
 
