@@ -129,8 +129,8 @@ class Batches:
         self._thread.join()
         try:
             self.store.close()
-        except OSError as error:  # a full disk, for instance: the journal will be applied
-            log.error("%s; all that was acknowledged is in the journal", error.strerror)
+        except OSError as error:  # a full disk, for instance; the next start applies the journal
+            log.error("as the service stopped, %s", error.strerror)
 
     def _run(self) -> None:
         torch.set_num_threads(1)

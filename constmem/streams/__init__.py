@@ -85,9 +85,10 @@ def listed(keys: Sequence[Hashable]) -> list[Hashable]:
 def checked(keys: Sequence[Hashable]) -> list[Hashable]:
     """Keys as a list of texts and whole numbers."""
     names = listed(keys)
-    for name in names:
-        if not isinstance(name, str | int) or isinstance(name, bool):
-            raise TypeError(f"a key must be a text or a whole number, not {name!r}")
+    if not set(map(type, names)) <= {str, int}:
+        for name in names:
+            if not isinstance(name, str | int) or isinstance(name, bool):
+                raise TypeError(f"a key must be a text or a whole number, not {name!r}")
     return names
 
 

@@ -208,14 +208,15 @@ class Database:
         except UnicodeEncodeError as error:
             raise ValueError(f"a key must be a text that UTF-8 can hold: {error}") from error
         except OverflowError as error:
-            raise ValueError(f"a key or a position is too large a number for a store: {error}") from error
+            raise ValueError("a number must fit 64 bits: write a larger key as a text") from error
         except sqlite3.Error as error:
             name, path = getattr(error, "sqlite_errorname", "SQLITE_ERROR"), str(self.path)
             if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
                 why = "another process holds this store, or another Store of this one: close it first"
                 raise BlockingIOError(errno.EAGAIN, why, path) from error
             if name.startswith(("SQLITE_FULL", "SQLITE_IOERR")):
-                why = f"the store could not be read or written ({error}): nothing of this call was taken"
+                why = f"the store could not be read or written ({error}): nothing of this call was taken, "
+                why += "and all that was taken before it is kept"
                 raise OSError(errno.ENOSPC if "FULL" in name else errno.EIO, why, path) from error
             if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH")):
                 why = f"the store cannot be opened to write ({error})"

@@ -587,7 +587,7 @@ def test_a_service_stops_in_one_line_where_its_disk_is_full_and_loses_nothing(
         (pages,) = run("pragma page_count").fetchone()
         run(f"pragma max_page_count = {pages}")
     assert [record.name for record in caplog.records] == ["constmem.serve"]
-    assert "all that was acknowledged is in the journal" in caplog.text
+    assert "all that was taken before it is kept" in caplog.text
     assert "Traceback" not in caplog.text
     with Store(tmp_path / "s", MODEL) as store:
         assert store.count(keys).tolist() == [1] * 200
