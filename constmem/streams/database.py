@@ -131,11 +131,11 @@ class Database:
         self._sqlite.executemany("delete from states where key = ?", ((key,) for key in keys))
 
     def keys(self, prefix: str, after: str | None, number: int) -> list[str]:
-        """Texts in order: those that begin so, behind `after`."""
+        """Texts in order, from where those stand that begin so, and behind `after`."""
         start = max(prefix, after or "")
         low = ">" if start == after else ">="
         query = f"select key from states where typeof(key) = 'text' and key {low} ? order by key limit ?"
-        return [key for (key,) in self.found(query, start, number) if key.startswith(prefix)]
+        return [key for (key,) in self.found(query, start, number)]
 
     def append(self, entry: int, content: bytes | bytearray) -> None:
         """Inside of a transaction: one more entry of the journal."""

@@ -90,6 +90,11 @@ class Journaled:
         """Those of these streams that there are, damaged ones too."""
         return [name for name in dict.fromkeys(names) if name in self._upto or self.database.holds(name)]
 
+    @property
+    def unwritten(self) -> list[Hashable]:
+        """Streams whose states the file does not have, or not as they are."""
+        return list(self._first)
+
     def load(self, names: Sequence[Hashable]) -> None:
         """Bring those of these streams that there are into memory."""
         for name in names:

@@ -213,8 +213,9 @@ class Store:
         """The keys that are texts, in order, from the one behind `after`."""
         checks.positive("most", most)
         with self._locked() as held:
-            held.flush()
-            return self._database.keys(prefix, after, most)
+            names = self._database.keys(prefix, after, most) + held.unwritten
+            found = {name for name in names if isinstance(name, str) and name.startswith(prefix)}
+            return sorted(name for name in found if name > (after or ""))[:most]
 
     def flush(self) -> None:
         """Write all states: the store then opens faster; without, nothing is lost either."""
