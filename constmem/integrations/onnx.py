@@ -55,8 +55,8 @@ def export(model: Model, folder: str | os.PathLike[str], *, half: bool = False) 
     Args:
         model: of points, of events, or an estimator of a table whose warm-up is over, which takes along
             what it has learned.
-        folder: gets the graphs (of points and tables observe, update, merge, read and predict; of events
-            update, predict and marks), model.json, and constmem_runner, which needs onnxruntime and numpy
+        folder: gets the graphs (observe, update, merge, read and predict; of events, whose predict reads,
+            marks instead of read), model.json, and constmem_runner, which needs onnxruntime and numpy
             alone.
         half: store weights as float16, rounded, which halves the files. Rounded weights are others: their
             states have another fingerprint.
@@ -150,7 +150,7 @@ def _of_points(model: CMANP) -> Works:
     work: dict[str, Work] = {
         "observe": (verbs.Observe(model), (x, y), points, ["x", "y"], names),
         "update": (verbs.Update(model), (state, x, y), (held, *points), [*names, "x", "y"], out),
-        "merge": _merging(model, blank, held),
+        "merge": _merging(verbs.Merge(model), blank, held),
         "read": (verbs.Read(model), (state[0],), ({0: b},), names[:1], given),
         "predict": (verbs.Predict(model), (memory, xt), target, [*given, "xt"], ["mean", "std"]),
     }
@@ -184,10 +184,17 @@ def _of_events(model: CMHP) -> Works:
     held, chunk = [{0: b} for _ in state], {0: b, 1: n}
     times, marks = torch.ones(3, 5, dtype=torch.float64).cumsum(1), torch.zeros(3, 5, dtype=torch.int64)
     features, gap = torch.zeros(3, model.config["dim"]), torch.ones(3, dtype=torch.float64)
-    update, predict = verbs.UpdateEvents(model, names), verbs.PredictEvents(model, names)
+    observe, update, merge, predict = (
+        kind(model, names)
+        for kind in (verbs.ObserveEvents, verbs.UpdateEvents, verbs.MergeEvents, verbs.PredictEvents)
+    )
     predicted = ["features", "log_weights", "loc", "scale"]
+    start, row = torch.zeros(3, dtype=torch.float64), {0: b}
+    begun = (start, start.clone(), times, marks), (row, row, chunk, chunk)
     return {
+        "observe": (observe, *begun, ["start", "last_time", "times", "marks"], out),
         "update": (update, (state, times, marks), (held, chunk, chunk), [*names, "times", "marks"], out),
+        "merge": _merging(merge, empty.tensors(), held),
         "predict": (predict, (state,), (held,), names, predicted),
         "marks": (verbs.Marks(model), (features, gap), ({0: b}, {0: b}), ["features", "gap"], ["log_prob"]),
     }, _about("events", empty) | {"num_marks": model.num_marks}
@@ -229,7 +236,7 @@ def _of_table(learner: Learner) -> Works:
     return work | {
         "observe": (observe, (x, fold, y), rows, asked, names),
         "update": (update, (held, x, fold, y), (axes, *rows), [*names, *asked], out),
-        "merge": _merging(model, state, axes),
+        "merge": _merging(verbs.Merge(model), state, axes),
         "predict": (predict, given, given_axes, ["x", *read, *more], answers),
     }, {
         "kind": "tables", "groups": groups, "fitted": None if learner.discrete else memory.features.fitted,
@@ -242,10 +249,10 @@ def _held(tensors: dict[str, Tensor]) -> tuple[list[str], list[Tensor], list[str
     return list(tensors), [t.clone() for t in tensors.values()], [f"{name}_out" for name in tensors]
 
 
-def _merging(model: Any, tensors: dict[str, Tensor], axes: list[Any]) -> Work:
+def _merging(verb: verbs.Verb, tensors: dict[str, Tensor], axes: list[Any]) -> Work:
     (names, mine, out), (_, theirs, _) = _held(tensors), _held(tensors)
     given = [*names, *(f"other_{name}" for name in names)]
-    return verbs.Merge(model), (mine, theirs), (axes, axes), given, out
+    return verb, (mine, theirs), (axes, axes), given, out
 
 
 def _about(kind: str, empty: Any) -> dict[str, Any]:

@@ -102,6 +102,12 @@ class Exported:
             raise ValueError(f"{path} is of another model, or was not kept in float64: it is not {wanted}")
         self._set(state)
 
+    def merge(self, other: Any) -> Any:
+        """Merge all that another stream of the same model has seen."""
+        if self.about["fingerprint"] != other.about["fingerprint"] or self.batch != other.batch:
+            raise ValueError("only streams of the same exported model, and as many of them, can be merged")
+        self._set(self._changed("merge", **{f"other_{name}": t for name, t in other.state.items()}))
+
     def _set(self, state: dict[str, Array]) -> None:
         self.state, self._memory = {name: state[name] for name in self.about["blank"]}, None
         self._begun = True
@@ -113,6 +119,8 @@ class Exported:
 
     def _run(self, graph: str, **given: Array) -> dict[str, Array]:
         """What a graph makes of these, and of what it takes of the state, by name."""
+        if graph not in self._graphs:
+            raise ValueError(f"an earlier version exported this model, without {graph}: export it again")
         made, takes, gives = self._graphs[graph]
         feed = {name: given[name] if name in given else self.state[name] for name in takes}
         return dict(zip(gives, made.run(None, feed), strict=True))
@@ -141,19 +149,13 @@ class Runner(Exported):
         self._set(self._blank(batch))
 
     def observe(self, x: Any, y: Any) -> None:
-        """Observe points: (n, channels), or (batch, n, channels) of several streams."""
+        """Observe points: (n, channels) or (n,) of one channel; of several streams (batch, n, channels)."""
         x, y = self._points("x", x), self._points("y", y)
         if x.shape[1] != y.shape[1]:
             raise ValueError(f"x has {x.shape[1]} points, y {y.shape[1]}: give one y for each x")
         for i in range(0, x.shape[1], CHUNK):
             here = slice(i, i + CHUNK)
             self._set(self._changed("update", x=x[:, here], y=y[:, here]))
-
-    def merge(self, other: "Runner") -> None:
-        """Merge all that another stream of the same model has seen."""
-        if self.about["fingerprint"] != other.about["fingerprint"] or self.batch != other.batch:
-            raise ValueError("only streams of the same exported model, and as many of them, can be merged")
-        self._set(self._changed("merge", **{f"other_{name}": t for name, t in other.state.items()}))
 
     def predict(self, xt: Any) -> tuple[Array, Array]:
         """Mean and standard deviation at targets, with the batch in front: (batch, m, dim_y) each."""
@@ -185,6 +187,8 @@ class Runner(Exported):
             points = np.asarray(given, dtype=np.float64)
         except (TypeError, ValueError) as error:
             raise TypeError(f"{name} must be numbers ({error})") from error
+        if points.ndim == dim == 1:
+            points = points[:, None]
         if points.ndim == 2 and self.batch == 1:
             points = points[None]
         if points.ndim != 3 or points.shape[0] != self.batch or points.shape[2] != dim:
@@ -202,17 +206,34 @@ class EventRunner(Exported):
     Args:
         folder: one that `constmem export --to onnx` wrote of a CMHP.
         start: when each observation began, one number a stream; None: of one stream, with its first event.
+        last_time: when the event before was, for later parts of streams, which earlier ones `merge`.
     """
 
     KIND = "events"
 
-    def __init__(self, folder: str | os.PathLike[str], *, start: Any = None, threads: int = 1) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], *, start: Any = None, last_time: Any = None, threads: int = 1
+    ) -> None:
         super().__init__(folder, threads)
         starts = np.asarray([0.0] if start is None else start, dtype=np.float64).copy()
         if starts.ndim != 1 or not len(starts) or not np.isfinite(starts).all():
             raise ValueError(f"start must be one finite number for each stream, not {start!r}")
-        self._set(self._blank(len(starts)) | {"start": starts, "last_time": starts})
+        last = starts if last_time is None else np.asarray(last_time, dtype=np.float64).copy()
+        if last.shape != starts.shape or not (np.isfinite(last) & (last >= starts)).all():
+            raise ValueError(f"last_time must be one number for each stream, none before its start: {last}")
+        if start is None and last_time is not None:
+            raise ValueError("last_time must be given together with start=, that of the whole streams")
+        self._set(self._blank(len(starts)) | {"start": starts, "last_time": last})
         self._begun = start is not None
+
+    def merge(self, other: "EventRunner") -> None:
+        """Merge other parts of the same streams, which count time from the same starts."""
+        if self.batch == other.batch and (self.state["start"] != other.state["start"]).any():
+            raise ValueError(
+                f"these parts count time from different starts ({self.state['start'].tolist()} and "
+                f"{other.state['start'].tolist()}): give both the start of the whole stream, start="
+            )
+        super().merge(other)
 
     def observe(self, times: Any, marks: Any = None) -> None:
         """Observe events in order: (n,) of one stream, or (batch, n); marks of -1 are unknown."""

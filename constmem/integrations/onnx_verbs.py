@@ -7,7 +7,7 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -132,6 +132,27 @@ class Predict(Verb):
         return found.mean, found.stddev
 
 
+class _Slots(NamedTuple):
+    """What a model of events remembers of them all."""
+
+    value: Tensor
+    lse: Tensor
+
+    def merge(self, other: "_Slots") -> "_Slots":
+        return _Slots(*merged(*self, *other))
+
+
+class _State(ConstantState):
+    """A state in a graph, where nothing can be refused: a runner does so before."""
+
+    @property
+    def attention(self) -> Any:
+        return _Slots(self.memory["value"], self.memory["lse"])
+
+    def _require_parts(self, other: Any, verb: str) -> None:
+        pass
+
+
 class _Events(Verb):
     """A verb of a model of events, whose state comes as a list of tensors."""
 
@@ -139,8 +160,17 @@ class _Events(Verb):
         super().__init__(model)
         self.names = names
 
-    def held(self, tensors: list[Tensor]) -> ConstantState:
-        return ConstantState._made(dict(zip(self.names, tensors, strict=True)), None)
+    def held(self, tensors: list[Tensor]) -> _State:
+        return _State._made(dict(zip(self.names, tensors, strict=True)), None)
+
+    def listed(self, state: ConstantState) -> list[Tensor]:
+        tensors = state.tensors()
+        return [tensors[name] for name in self.names]
+
+
+class MergeEvents(_Events):
+    def forward(self, state: list[Tensor], other: list[Tensor]) -> list[Tensor]:
+        return self.listed(self.held(state).merge(self.held(other)))
 
 
 class UpdateEvents(_Events):
@@ -149,9 +179,18 @@ class UpdateEvents(_Events):
         gaps = times - torch.cat([held.last_time[:, None], times], 1)[:, :-1]
         chunk = Chunk(times, gaps, marks, None)
         seen = self.model._observe_some(chunk, self.model.scale.since(held.start[:, None], times))
-        value, lse = merged(held.memory["value"], held.memory["lse"], seen.value, seen.lse)
-        after = held.moved(chunk, {"value": value, "lse": lse} | held.recent_after(chunk)).tensors()
-        return [after[name] for name in self.names]
+        memory = held.attention.merge(_Slots(seen.value, seen.lse))._asdict()
+        return self.listed(held.moved(chunk, memory | held.recent_after(chunk)))
+
+
+class ObserveEvents(UpdateEvents):
+    def forward(  # type: ignore[override]
+        self, start: Tensor, last_time: Tensor, times: Tensor, marks: Tensor
+    ) -> list[Tensor]:
+        one = self.model._nothing(start.new_zeros(1), start.new_zeros(1))
+        nothing = [t.expand(start.shape[0], *t.shape[1:]) for t in self.listed(one)]
+        begun = dict(zip(self.names, nothing, strict=True)) | {"start": start, "last_time": last_time}
+        return super().forward([*begun.values()], times, marks)
 
 
 class PredictEvents(_Events):
@@ -251,7 +290,9 @@ def graph(
         torch.onnx.export(
             verb.eval(), given, path, dynamic_shapes=axes, input_names=inputs, output_names=outputs,
             dynamo=True, external_data=False, verbose=False, optimize=verb.rewritten,
-            custom_translation_table={torch.ops.aten.searchsorted.Tensor: _searchsorted},
+            custom_translation_table={
+                torch.ops.aten.searchsorted.Tensor: _searchsorted, torch.ops.aten.sort.stable: _sort,
+            },
         )  # fmt: skip
         made = onnx.load(path)
         if not verb.rewritten:
@@ -270,6 +311,14 @@ def _searchsorted(known: Any, asked: Any, *, right: bool = False, **_: Any) -> A
     rows, columns = opset18.Unsqueeze(known, [1]), opset18.Unsqueeze(asked, [2])
     below = opset18.LessOrEqual(rows, columns) if right else opset18.Less(rows, columns)
     return opset18.ReduceSum(opset18.Cast(below, to=7), [2], keepdims=0)  # as whole numbers
+
+
+def _sort(numbers: Any, *, stable: bool, dim: int, descending: bool = False) -> Any:  # noqa: ARG001
+    """All numbers from the least: of equal ones, TopK takes the first in their order, as a stable sort."""
+    from onnxscript import opset18
+
+    count = opset18.Gather(opset18.Shape(numbers), [dim])
+    return opset18.TopK(numbers, count, axis=dim, largest=int(descending), sorted=1)
 
 
 @contextlib.contextmanager

@@ -197,6 +197,17 @@ def test_pixels_are_revealed_drawn_replaced_merged_and_rewound(site: tuple[Path,
     assert page.inner_text('#panel-digit [data-id="off"]') == f"{off:.3f}"
 
 
+def test_a_whole_digit_is_predicted_as_it_was_shown(shown: Shown) -> None:
+    """As well as real digits are: the 5 that is hidden first stays open."""
+    page = shown()
+    page.click('[data-id="all"]')
+    points, mean, _ = page.evaluate(DIGIT)
+    off = [abs(mean[round(13.5 * (x + 1)) * 28 + round(13.5 * (y + 1))] - level) for x, y, level in points]
+    assert len(off) == 784
+    assert sum(miss < 0.25 for miss in off) > 0.98 * 784
+    assert page.inner_text('#panel-digit [data-id="off"]') == f"{sum(off) / 784:.3f}"
+
+
 def test_a_pixel_of_both_drawings_is_replaced_as_one(shown: Shown) -> None:
     page = shown()
     box = page.locator('[data-id="seen"]').bounding_box()
@@ -266,7 +277,7 @@ def test_a_curve_gains_loses_and_forgets_points(site: tuple[Path, str], shown: S
     same(mean, wanted)
     memory = page.inner_text('#panel-curve [data-id="memory"]')
     page.click('[data-id="thousand"]')
-    page.wait_for_function("document.getElementById('status').textContent.startsWith('1000 points')")
+    page.wait_for_function("document.getElementById('status').textContent.startsWith('1,000 points came')")
     assert page.inner_text('#panel-curve [data-id="memory"]') == memory
     assert page.inner_text('#panel-curve [data-id="count"]') == "1,000"
 
