@@ -1,7 +1,11 @@
 """The page in a real browser: the library's numbers, controls by mouse and keys, clear words on errors."""
 
 import gzip
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -478,6 +482,19 @@ def test_a_port_that_is_taken_is_answered_with_advice(tmp_path: Path) -> None:
     with hosted(tmp_path) as first, pytest.raises(OSError, match="in use") as caught:
         hosted(tmp_path, first.server_port).__enter__()
     assert "take another --port" in advice_on(caught.value)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_page_that_is_ended_leaves_no_folder(number: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from constmem.cli import main; main()", "page", "--port", "0"]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline().startswith("the page: http://127.0.0.1:")
+        assert list(tmp_path.glob("constmem-page-*"))
+        running.send_signal(number)
+        assert running.wait(60) == 0
+    assert not list(tmp_path.glob("constmem-page-*"))
 
 
 def test_tabs_of_others_are_refused(tmp_path: Path) -> None:
