@@ -266,12 +266,13 @@ def graph(
 
     model.verb = name
     with torch.no_grad():
-        made: Any = torch.onnx.export(
+        exported: Any = torch.onnx.export(
             model.eval(), given, dynamic_shapes=(axes,), input_names=inputs, output_names=outputs,
             dynamo=True, verbose=False, optimize=model.rewritten, custom_translation_table={
                 torch.ops.aten.searchsorted.Tensor: _searchsorted, torch.ops.aten.sort.stable: _sort,
             },
-        ).model_proto  # fmt: skip
+        )  # fmt: skip
+        made = exported.model_proto
         if not model.rewritten:
             onnxscript.optimizer.fold_constants(made)
             onnxscript.optimizer.remove_unused_nodes(made)
