@@ -301,3 +301,10 @@ def test_errors_are_one_clear_line_with_exit_code_two_and_change_nothing(
     assert not Path("m2").exists()
     assert not Path("p.csv").exists()
     assert not list(tmp_path.glob(".*"))  # no half-written file stays
+
+
+def test_progress_through_a_table_says_what_it_counts(fitted, run):
+    table = fitted / "houses.csv"
+    said = run("score", fitted / "model", table)[2]
+    size = table.stat().st_size
+    assert f"scoring {table}, bytes {size}/{size}" in said
