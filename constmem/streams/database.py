@@ -46,6 +46,8 @@ class Database:
         self.path = Path(path)
         if self.path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "a store is a file, and this is a folder", str(path))
+        if not self.path.parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "a store needs a folder that is there", str(path))
         with self._clear():
             self._sqlite = sqlite3.connect(
                 self.path, isolation_level=None, check_same_thread=False, timeout=1

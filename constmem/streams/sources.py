@@ -191,7 +191,7 @@ def consume_lines(consumer: Consumer, handle: int, *, batch: int = 512, stop: St
     before, expected = _left(consumer, "0 ", r"\d+ [0-9a-f]*").split(" ")
     skipped, digest, number = int(before), hashlib.sha256(), 0
     if skipped:
-        consumer.report(f"{skipped:,} lines were taken before")
+        consumer.report(f"lines taken before, passed over: {skipped:,}")
     for lines in _lines(handle, batch, stop):
         items = []
         for line in lines:

@@ -128,7 +128,8 @@ def load_estimator(path: Path) -> Estimator:
     """Read an estimator of either kind."""
     wanted = "give a file that `constmem fit` wrote"
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}: {wanted}")
+        found = "is a folder" if path.is_dir() else "is not there"
+        raise FileNotFoundError(f"{path} {found}: {wanted}")
     try:
         learner, about = load(path)
     except ValueError as error:

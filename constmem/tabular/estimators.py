@@ -175,7 +175,11 @@ class StreamingClassifier(ClassifierMixin, StreamingEstimator):  # type: ignore[
             )
             labels = labels[:, 0]
         if labels.dtype.kind not in "iubUS" or labels.ndim != 1:
-            check_classification_targets(labels)  # slow, and clear for whole numbers and text
+            try:
+                check_classification_targets(labels)  # slow, and clear for whole numbers and text
+            except ValueError as error:
+                say = "Numbers are predicted by StreamingRegressor, or by --task regression"
+                raise ValueError(f"{error} {say}") from error
         if labels.ndim != 1:
             raise ValueError(f"y has shape {labels.shape}: one class a row is needed")
         return frame, labels

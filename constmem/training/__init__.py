@@ -186,13 +186,13 @@ def fit_file(
         how: what `fit_table` and `fit_events` take beside their data.
     """
     if of_events(model):
-        _refuse(rows, f"are for models of points, but {model!r} is one of events: use --user, --mark, --time")
+        _refuse(rows, f"for models of points, but {model!r} is one of events: use --user, --mark, --time")
         given: dict[str, Any] = {name.removeprefix("--"): value for name, value in events.items() if value}
         by: Any = split or "sequence"
         log = EventLog.read(path, **given, by=by)
         fit_events(log, model, columns={"file": str(path), **given, "split": by}, **how)
         return [f"what comes next: constmem forecast {how['out']} {path} --out next.csv"]
-    _refuse(events, f"are for models of events, but {model!r} is one of points: use --x, --y, --group")
+    _refuse(events, f"for models of events, but {model!r} is one of points: use --x, --y, --group")
     if path.suffix.lower() not in ROWS:
         raise ValueError(f"{model!r} is a model of points, which are read from {', '.join(ROWS)}, not {path}")
     x, y, group = (rows[name] for name in ("--x", "--y", "--group"))
@@ -281,4 +281,4 @@ def context_note(model: NeuralProcess[Any, Any], table: Table, folder: Path) -> 
 def _refuse(options: Options, why: str) -> None:
     given = [name for name, value in options.items() if value]
     if given:
-        raise ValueError(f"{', '.join(given)} {why}")
+        raise ValueError(f"{', '.join(given)}: {why}")

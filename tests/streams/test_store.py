@@ -343,6 +343,11 @@ def test_an_estimator_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
     assert not (tmp_path / "s").exists()
 
 
+def test_a_store_needs_a_folder_that_is_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="a store needs a folder that is there"):
+        Store(tmp_path / "none" / "store", MODEL)
+
+
 def test_a_store_that_another_process_holds_is_refused(tmp_path: Path) -> None:
     program = (
         "import sys; from constmem.streams.database import Database\n"

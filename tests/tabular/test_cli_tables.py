@@ -243,7 +243,15 @@ BAD = {
     ),
     "a missing model": (
         ["predict", "none", "houses.csv", "--out", "p.csv"],
-        "there is no file none: give a file that `constmem fit` wrote",
+        "none is not there: give a file that `constmem fit` wrote",
+    ),
+    "a folder as a model": (
+        ["predict", ".", "houses.csv", "--out", "p.csv"],
+        ". is a folder: give a file that `constmem fit` wrote",
+    ),
+    "numbers as classes": (
+        ["fit", "houses.csv", "--target", "price", "--task", "classification", "--out", "m2"],
+        "Numbers are predicted by StreamingRegressor, or by --task regression",
     ),
     "a column is missing": (["predict", "model", "one.csv", "--out", "p.csv"], "no column 'size'"),
     "text where numbers were": (

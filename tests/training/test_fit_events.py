@@ -323,9 +323,9 @@ def test_the_command_takes_a_file(file: Path, tmp_path: Path) -> None:
 def test_options_and_models_that_do_not_fit_are_told_before_a_file_is_read(tmp_path: Path) -> None:
     none: dict[str, str | None] = dict.fromkeys(("--x", "--y", "--group"))
     path = tmp_path / "log.parquet"
-    with pytest.raises(ValueError, match="--x are for models of points, but 'cmhp' is one of events"):
+    with pytest.raises(ValueError, match="--x: for models of points, but 'cmhp' is one of events"):
         fit_file(path, "cmhp", none | {"--x": "a"}, {})
-    with pytest.raises(ValueError, match="--user, --end are for models of events, but 'cnp'"):
+    with pytest.raises(ValueError, match="--user, --end: for models of events, but 'cnp'"):
         fit_file(path, "cnp", none, {"--user": "a", "--mark": None, "--end": "last"})
     with pytest.raises(ValueError, match=r"'cnp' is a model of points, .* from \.csv, \.tsv, \.parquet"):
         fit_file(tmp_path / "log.json", "cnp", none, {})
