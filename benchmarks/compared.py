@@ -1,4 +1,4 @@
-"""What became faster or slower since another checkout: conditioning, update, read, query, a training step.
+"""What became faster or slower since another checkout: conditioning, update, read, query, training, loading.
 
 python benchmarks/compared.py OTHER [--device cuda] [--rounds 5]     # OTHER: a folder with another constmem/
 """
@@ -49,6 +49,7 @@ def measure(device: str, least: float = 0.3) -> dict[str, float]:
         "read": (lambda: model.read(state), 1),
         "query of 200 targets": (lambda: model.query(state, x[:, :200]), 1),
         "training step": (step, 1),
+        "loading shipped weights": (lambda: CMANP.from_pretrained("emnist", device=device), 1),
     }
     found = {}
     for name, (run, calls) in work.items():

@@ -9,6 +9,7 @@ optimiser and rate differ. Scored by the log-likelihood of a point on held-out t
 import argparse
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 import torch
 from record import provenance, save
@@ -20,7 +21,9 @@ RATES = {"adam": (5e-4, 1e-3, 2e-3, 4e-3), "muon": (1e-3, 2e-3, 4e-3, 8e-3)}
 CPU = torch.device("cpu")
 
 
-def scored(optimiser: recipes.Optimiser, lr: float, steps: int, data_dir: Path | None) -> dict[str, object]:
+def scored(
+    optimiser: Literal["muon", "adam"], lr: float, steps: int, data_dir: Path | None
+) -> dict[str, object]:
     recipe = dataclasses.replace(
         recipes.recipe("emnist", "cmanp-small"), optimiser=optimiser, lr=lr, steps=steps, batch=32,
         warmup=100, num_targets=100, augment="none",

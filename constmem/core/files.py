@@ -75,21 +75,21 @@ def _new_file(target: Path) -> tuple[Path, int]:
         except OSError as error:
             error.filename = str(target)
             raise
-        if _locked(handle) and os.fstat(handle).st_nlink:
+        if locked(handle) is not False and os.fstat(handle).st_nlink:
             return path, handle
         os.close(handle)  # somebody took it for one that was left, before it was locked
 
 
-def _locked(handle: int) -> bool:
-    """Whether a file could be locked; the lock ends with the process, however that ends."""
+def locked(handle: int) -> bool | None:
+    """Whether a file could be locked, until its process ends in any way; None where there are no locks."""
     if fcntl is None:
-        return True
+        return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:  # a file system without locks
-        return True
+        return None
     return True
 
 
@@ -102,7 +102,7 @@ def clear_unfinished(folder: Path, name: str | None = None) -> None:
         with contextlib.suppress(OSError):  # another process was faster, or it is somebody else's
             handle = os.open(entry.path, os.O_RDWR)
             try:
-                if _locked(handle):
+                if locked(handle) is not False:
                     Path(entry.path).unlink()
             finally:
                 os.close(handle)

@@ -3,7 +3,7 @@
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -205,12 +205,11 @@ def _places(path: Path, names: list[str], columns: Columns) -> list[int | None]:
     return places
 
 
-def numbered_sequences(path: Path, *, by: str = "user", num_marks: int | None = None) -> Sequences:
-    """Rows in the JODIE layout, with whole numbers as marks; by item, items are sequences and users marks."""
-    rows = read_rows(path, {})
-    if by == "item":
-        rows = (Row(row.where, row.mark, row.user, row.time) for row in rows)
-    times, marks, _ = _grouped(path, rows, "second")
+def numbered_sequences(
+    path: Path, columns: Columns | None = None, *, num_marks: int | None = None
+) -> Sequences:
+    """The events of a file whose marks are whole numbers; by default in the JODIE layout."""
+    times, marks, _ = _grouped(path, columns or {}, "second")
     kinds = [np.array([_whole(mark, where) for where, mark in own], np.int64) for own in marks.values()]
     largest = max(int(kind.max()) for kind in kinds)
     count = num_marks or number_of_marks(max(largest + 1, 1), f"the marks of {path}")
@@ -228,7 +227,7 @@ def labelled_sequences(
         unit: of times that are numbers; what dates are to be counted in.
         labels: what marks are called where that is known already; others are unknown. None: as in the file.
     """
-    times, marks, dated = _grouped(path, read_rows(path, columns), unit)
+    times, marks, dated = _grouped(path, columns, unit)
     given = Counter(mark for own in marks.values() for _, mark in own if mark)
     if labels is None:
         labels = sorted(given if columns.get("mark") != NONE else (), key=_order) or [""]
@@ -240,13 +239,13 @@ def labelled_sequences(
 
 
 def _grouped(
-    path: Path, rows: Iterable[Row], unit: str
+    path: Path, columns: Columns, unit: str
 ) -> tuple[dict[str, list[float]], dict[str, list[tuple[str, str]]], bool]:
     """Times by user in the order of their first rows, marks and where they are, whether times are dates."""
     times: dict[str, list[float]] = {}
     marks: dict[str, list[tuple[str, str]]] = {}
     first: Row | None = None
-    for row in rows:
+    for row in read_rows(path, columns):
         first = first or row
         if row.time and is_number(row.time) != is_number(first.time):
             raise ValueError(

@@ -102,11 +102,6 @@ class GaussianProcess:
         """The exact posterior's log-likelihood of each target; 0 where masked out."""
         return task.point_log_likelihood(self.posterior(task).log_prob(task.yt.double()))
 
-    def to(self, device: torch.device | str) -> "GaussianProcess":
-        """The same processes on another device."""
-        period = None if self.period is None else self.period.to(device)
-        return GaussianProcess(self.kernel, self.length.to(device), self.scale.to(device), period, self.noise)
-
     def _variance_of_noise(self) -> Float64[Tensor, "b 1 1"]:
         return self.noise**2 + JITTER * self.scale[:, None, None] ** 2
 
@@ -117,16 +112,13 @@ class GaussianProcess:
         return factor
 
 
-def draw_gp(
-    batch: int, *, kernel: Kernel, generator: torch.Generator, noise: float = NOISE
-) -> GaussianProcess:
+def draw_gp(batch: int, *, kernel: Kernel, generator: torch.Generator) -> GaussianProcess:
     """A batch of processes with hyper-parameters drawn by the protocol, on the generator's device."""
     checks.positive("batch", batch)
-    known("kernel", kernel, get_args(Kernel))
     length = _uniform(LENGTH, (batch,), generator)
     scale = _uniform(SCALE, (batch,), generator)
     period = _uniform(PERIOD, (batch,), generator) if kernel == "periodic" else None
-    return GaussianProcess(kernel, length, scale, period, noise)
+    return GaussianProcess(kernel, length, scale, period)
 
 
 def gp_tasks(
@@ -155,32 +147,24 @@ def gp_tasks(
 
 
 def static_gp_tasks(
-    batch: int,
-    *,
-    kernel: Kernel = "rbf",
-    generator: torch.Generator,
-    max_points: int = 50,
-    fill_targets: bool = False,
+    batch: int, *, kernel: Kernel = "rbf", generator: torch.Generator, max_points: int = 50
 ) -> tuple[Task, GaussianProcess]:
-    """Tasks of one fixed shape, their sizes drawn for each task by the protocol and given by masks.
+    """Tasks of one fixed shape, a context size drawn for each by the protocol and given by a mask.
 
-    There are max_points - 4 slots for the context and as many for targets; nothing waits for the
-    device, so that steps on these tasks can be compiled or captured in a graph.
+    There are max_points - 4 slots for the context and as many targets, all of them real. Nothing waits
+    for the device, so that steps on these tasks can be compiled or captured in a graph.
 
     Args:
         batch: how many tasks.
         kernel: 'rbf', 'matern' or 'periodic'.
         generator: source of all randomness; the tasks are made on its device.
         max_points: a task has fewer points than this by the protocol.
-        fill_targets: make every target slot real, for more to learn from at the same cost.
     """
-    context, targets = draw_counts(batch, generator=generator, max_points=max_points)
+    context, _ = draw_counts(batch, generator=generator, max_points=max_points)
     slots = max_points - 4
     process = draw_gp(batch, kernel=kernel, generator=generator)
     x, y = _points(process, batch, 2 * slots, generator)
-    mask_t = first(torch.full_like(targets, slots) if fill_targets else targets, slots)
-    task = Task(x[:, :slots], y[:, :slots], x[:, slots:], y[:, slots:], first(context, slots), mask_t)
-    return task, process
+    return Task(x[:, :slots], y[:, :slots], x[:, slots:], y[:, slots:], first(context, slots)), process
 
 
 def gp_evaluation_tasks(
@@ -188,7 +172,6 @@ def gp_evaluation_tasks(
 ) -> Iterator[tuple[Task, GaussianProcess]]:
     """A fixed evaluation set: the same tasks for the same seed, drawn on the CPU; move them with `.to`."""
     checks.positive("num_batches", num_batches)
-    checks.positive("batch", batch)
     known("kernel", kernel, get_args(Kernel))
     generator = torch.Generator().manual_seed(seed)
     return (

@@ -14,11 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Int64, UInt8
 from torch import Tensor
 
-from constmem.core import checks
 from constmem.core.checks import extra, known
 from constmem.data.catalogue import PACKS
 from constmem.data.packs import Array, Folder, MissingDataError, find_pack, identity, read_pack, write_pack
@@ -67,8 +65,7 @@ class Images:
 def load_images(
     name: str,
     *,
-    data_dir: str | os.PathLike[str] | None = None,
-    size: int | None = None,
+    data_dir: Folder = None,
     split: str = "train",
     classes: Iterable[int] | None = None,
     progress: Progress | None = None,
@@ -78,31 +75,28 @@ def load_images(
     Args:
         name: of the data set.
         data_dir: folder of the packs; else CONSTMEM_DATA, else ~/.local/share/constmem.
-        size: height and width, where digits and emnist are wanted in another than their own.
         split: 'train' or 'test'.
         classes: keep images of these classes only.
         progress: called with (done, all) while JPEG files are decoded.
 
     Example:
-        >>> seen = load_images("digits", size=28, classes=range(5))
+        >>> seen = load_images("digits", classes=range(5))
         >>> tuple(seen.pixels.shape[1:]), int(seen.labels.max())
-        ((28, 28, 1), 4)
+        ((8, 8, 1), 4)
     """
     load = LOADERS[known("data set of images", name, LOADERS)]
     pixels, labels, source = load(data_dir, known("split", split, SPLITS), progress)
     tensor = torch.from_numpy(pixels if pixels.ndim == 4 else pixels[..., None])
     numbers = None if labels is None else torch.from_numpy(labels.astype(np.int64))
     images = Images(tensor, numbers, name, source)
-    if classes is not None:
-        images = _of_classes(images, list(classes))
-    return images if size is None else _resized(images, size)
+    return images if classes is None else _of_classes(images, list(classes))
 
 
-def hold_out(images: Images, *, count: int, seed: int = 0) -> tuple[Images, Images]:
-    """Split the images at random into the rest and `count` held out, for validation."""
+def hold_out(images: Images, *, count: int) -> tuple[Images, Images]:
+    """Split the images at random, but always alike, into the rest and `count` held out, for validation."""
     if not 0 < count < len(images):
         raise ValueError(f"{count} of {len(images)} images cannot be held out: take between 1 and all but 1")
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     order = order.to(images.pixels.device)
     return images.take(order[count:].sort().values), images.take(order[:count].sort().values)
 
@@ -209,19 +203,6 @@ def _of_classes(images: Images, classes: list[int]) -> Images:
     kept = images.take(torch.isin(images.labels, torch.tensor(classes)).nonzero()[:, 0])
     chosen = ", ".join(map(str, sorted(set(classes))))
     return replace(kept, source=f"{images.source}; of these the {len(kept):,} of the classes {chosen}")
-
-
-def _resized(images: Images, size: int) -> Images:
-    checks.positive("size", size)
-    h, w = images.pixels.shape[1:3]
-    if (h, w) == (size, size):
-        return images
-    if images.name.startswith("celeba"):
-        raise ValueError(f"{images.name} is {h}x{w}: for another size load celeba32, celeba64 or celeba128")
-    planes = images.pixels.permute(0, 3, 1, 2).float()
-    larger = F.interpolate(planes, (size, size), mode="bilinear", antialias=True, align_corners=False)
-    pixels = larger.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
-    return replace(images, pixels=pixels, source=f"{images.source}, scaled from {h}x{w} to {size}x{size}")
 
 
 def faces(path: Path, *, size: int, split: str, progress: Progress | None = None) -> Array:

@@ -3,16 +3,15 @@
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from constmem.core.checks import known
 from constmem.data.catalogue import EVENT_SPLITS, PREPARED
-from constmem.data.event_files import Sequences, easytpp_sequences, numbered_sequences
+from constmem.data.event_files import Columns, Sequences, easytpp_sequences, numbered_sequences
 from constmem.data.images import Progress
 from constmem.data.packs import Array, Folder, data_folder, free_for, in_words, listed, read_pack, write_pack
 from constmem.data.prepare_images import DIFFERS, Source, prepare_celeba, prepare_emnist
@@ -25,22 +24,23 @@ class Jodie:
     Attributes:
         file: its public name.
         pack: what is written.
-        by: what makes a sequence; the other column is the mark.
+        columns: whose sequences they are, and what the marks are.
         commonest: how many marks are kept (None: all).
         rebase: count each sequence's times from its first event.
     """
 
     file: str
     pack: str
-    by: Literal["user", "item"] = "user"
+    columns: Columns = field(default_factory=dict)
     commonest: int | None = None
     rebase: bool = False
 
 
+PAGES = {"user": "item_id", "mark": "user_id"}  # a page's edits, marked by editor
 JODIE = {
     "mooc": Jodie("mooc.csv", "events_mooc", rebase=True),
     "reddit": Jodie("reddit.csv", "events_reddit50", commonest=50),
-    "wiki": Jodie("wikipedia.csv", "events_wiki", by="item"),  # a page's edits, marked by editor
+    "wiki": Jodie("wikipedia.csv", "events_wiki", PAGES),
 }
 UNITS = {"taxi": "hour"}  # of EasyTPP's sets, where it is known
 FILES = {"train": ("train",), "validation": ("dev", "validation", "valid", "val"), "test": ("test",)}
@@ -119,8 +119,7 @@ def prepare_jodie(name: str, source: Source, data_dir: Folder = None, *, replace
     path = Path(source) / plan.file if Path(source).is_dir() else Path(source)
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}: give {plan.file} of the JODIE collection or its folder")
-    read = numbered_sequences(path, by=plan.by)
-    kept, account = _cleaned(read, plan)
+    kept, account = _cleaned(numbered_sequences(path, plan.columns), plan)
     count = len(kept.times)
     split = np.repeat((0, 1, 2), np.diff((0, 3 * count // 5, 4 * count // 5, count)))
     sentence = f"prepared from {path.name} of the JODIE collection: {account}; split 60/20/20 by file order"

@@ -2,13 +2,13 @@
 
 import csv
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from io import TextIOWrapper
 from math import isfinite
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 from uuid import uuid4
 
 from numpy.typing import NDArray
@@ -143,10 +143,8 @@ def _text(cell: Any) -> str:
 # Writing
 
 
-class Writer(Protocol):
-    """Writes rows (lists of text, or a batch of pyarrow), with more columns beside them."""
-
-    def __call__(self, rows: Any, more: Mapping[str, NDArray[Any]]) -> None: ...
+# of rows (lists of text, or a batch of pyarrow), with more columns beside them
+Writer = Callable[[Any, Mapping[str, NDArray[Any]]], None]
 
 
 def free(path: Path, *, replace: bool) -> None:

@@ -63,7 +63,6 @@ class Process(ABC):
         t_end: float | None = None,
         num_events: int | None = None,
         generator: torch.Generator,
-        unit: str = "unit",
     ) -> Events:
         """Sequences observed from 0 until t_end, or until each has num_events; on the generator's device."""
         checks.positive("num_sequences", num_sequences)
@@ -88,7 +87,7 @@ class Process(ABC):
         padding = torch.where(mask, whole, 0.0).amax(1, keepdim=True)
         return Events(
             torch.where(mask, whole, padding), torch.where(mask, torch.stack(marks, 1), -1), mask, zeros,
-            None if t_end is None else zeros + t_end, unit, self.num_marks,
+            None if t_end is None else zeros + t_end, "unit", self.num_marks,
         ).trim()  # fmt: skip
 
     def log_prob(self, events: Events) -> EventLogProb:

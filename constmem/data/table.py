@@ -146,8 +146,8 @@ class Table:
         groups = None if self.groups is None else self.groups[index]
         return replace(self, x=self.x[index], y=self.y[index], groups=groups)
 
-    def parts(self, *, seed: int = 0) -> tuple["Table", "Table", "Table"]:
-        """Eight, one and one tenths of the rows, or of the groups where there are any, chosen at random.
+    def parts(self) -> tuple["Table", "Table", "Table"]:
+        """Eight, one and one tenths of the rows, or of the groups where there are any: random, always alike.
 
         By time, they are the first, the next and the last rows of all groups.
         """
@@ -157,7 +157,7 @@ class Table:
             return train, validation, test
         owner = torch.arange(len(self)) if self.groups is None else self.groups
         units = owner.unique()
-        units = units[torch.randperm(len(units), generator=torch.Generator().manual_seed(seed))]
+        units = units[torch.randperm(len(units), generator=torch.Generator().manual_seed(0))]
         tenth = max(len(units) // 10, 1)
         shares = units[2 * tenth :], units[:tenth], units[tenth : 2 * tenth]
         train, validation, test = (self.take(torch.isin(owner, share).nonzero()[:, 0]) for share in shares)

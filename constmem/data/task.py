@@ -1,7 +1,7 @@
 """A batch of regression tasks, and how many context and target points each gets by the reference protocol."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,12 +26,12 @@ class Task:
             where that is known: on the average no model has a higher one.
 
     Example:
-        Masked targets count neither above nor below the line.
+        Masked targets do not count.
 
         >>> x, y = torch.zeros(1, 3, 1), torch.zeros(1, 3, 1)
         >>> task = Task(x, y, x, y, mask_t=torch.tensor([[True, True, False]]))
-        >>> task.mean_log_likelihood(torch.tensor([[1.0, 3.0, 100.0]])).item()
-        2.0
+        >>> task.point_log_likelihood(torch.tensor([[1.0, 3.0, 100.0]])).tolist()
+        [[1.0, 3.0, 0.0]]
     """
 
     xc: Float[Tensor, "b n x"]
@@ -63,11 +63,8 @@ class Task:
             return tasks[0]
         xc, yc, mask_c = _padded([(task.xc, task.yc, task.mask_c) for task in tasks])
         xt, yt, mask_t = _padded([(task.xt, task.yt, task.mask_t) for task in tasks])
-        known = [task.exact for task in tasks if task.exact is not None]
-        most = xt.shape[1]
-        exact = (
-            torch.cat([F.pad(t, (0, most - t.shape[1])) for t in known]) if len(known) == len(tasks) else None
-        )
+        known = [F.pad(t.exact, (0, xt.shape[1] - t.exact.shape[1])) for t in tasks if t.exact is not None]
+        exact = torch.cat(known) if len(known) == len(tasks) else None
         return Task(xc, yc, xt, yt, mask_c, mask_t, exact)
 
     @property
@@ -90,17 +87,10 @@ class Task:
         point = log_prob.sum(-1) if log_prob.ndim == 3 else log_prob
         return point if self.mask_t is None else torch.where(self.mask_t, point, 0.0)
 
-    def mean_log_likelihood(self, log_prob: Float[Tensor, "b m *y"]) -> Float[Tensor, ""]:
-        """The mean over all real targets of the batch; its negative is the loss."""
-        return self.point_log_likelihood(log_prob).sum() / self.num_targets.sum()
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Task":
+    def to(self, device: torch.device | str) -> "Task":
         """The same tasks on another device."""
-        moved: dict[str, Any] = {}
-        for field in fields(self):
-            part = getattr(self, field.name)
-            moved[field.name] = None if part is None else part.to(device, non_blocking=non_blocking)
-        return Task(**moved)
+        parts: dict[str, Any] = {name: t if t is None else t.to(device) for name, t in vars(self).items()}
+        return Task(**parts)
 
 
 def _padded(sides: list[tuple[Tensor, Tensor, Tensor | None]]) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -14,6 +14,7 @@ from constmem.data.table import Table
 from constmem.data.task import LEAST, Task, draw_sizes, draw_skewed, draw_split, first, spread_sizes
 
 STRETCH = 4096  # rows of a group that are shuffled for a task
+SHOWN = 10_000  # rows of a context, at most
 
 
 def image_tasks(
@@ -59,12 +60,11 @@ def static_image_tasks(
     generator: torch.Generator,
     num_context_max: int = 197,
     num_targets: int = 100,
-    num_context_min: int = LEAST,
     skew: float = 1.0,
 ) -> Task:
     """Tasks of one fixed shape, a context size drawn for each image and given by a mask.
 
-    Nc ~ U{min..max} where skew is 1; every target is real and none of them is in the context.
+    Nc ~ U{3..max} where skew is 1; every target is real and none of them is in the context.
     Nothing waits for the device, so that steps on these tasks can be compiled or captured in a graph.
 
     Args:
@@ -72,24 +72,18 @@ def static_image_tasks(
         generator: source of all randomness, on the same device.
         num_context_max: slots of the context.
         num_targets: targets of each image.
-        num_context_min: the smallest context; 0 teaches the prior as well.
         skew: how strongly small contexts are preferred; at 2 context sizes are about as frequent
             as the targets that the reference protocol scores at them.
     """
     _check(pixels)
-    if not 0 <= num_context_min <= num_context_max:
-        raise ValueError(
-            f"num_context_min is {num_context_min} and num_context_max {num_context_max}: "
-            "0 <= min <= max is needed"
-        )
-    checks.positive("num_targets", num_targets)
-    _fits("num_context_max + num_targets", num_context_max + num_targets, pixels)
-    low, high = num_context_min, num_context_max
-    counts = draw_skewed(pixels.shape[0], low=low, high=high, skew=skew, generator=generator)
-    x, y = _points(pixels, _choose(pixels, num_context_max + num_targets, generator))
     n = num_context_max
-    mask = first(counts.to(pixels.device), n)
-    return Task(x[:, :n], y[:, :n], x[:, n:], y[:, n:], mask)
+    if n < LEAST:
+        raise ValueError(f"num_context_max is {n}, but a context has {LEAST} points or more")
+    checks.positive("num_targets", num_targets)
+    _fits("num_context_max + num_targets", n + num_targets, pixels)
+    counts = draw_skewed(pixels.shape[0], low=LEAST, high=n, skew=skew, generator=generator)
+    x, y = _points(pixels, _choose(pixels, n + num_targets, generator))
+    return Task(x[:, :n], y[:, :n], x[:, n:], y[:, n:], first(counts.to(pixels.device), n))
 
 
 def evaluation_tasks(images: Images, *, seed: int, batch: int = 20, max_points: int = 200) -> Iterator[Task]:
@@ -205,10 +199,10 @@ class TableTasks:
                 task = self._tasks(torch.zeros(1, dtype=torch.long, device=self.x.device), generator, 1.0)
                 yield Task(task.xc, task.yc, x[rows][None], y[rows][None], task.mask_c)
 
-    def everything(self, table: Table, *, limit: int = 10_000) -> Iterator[Task]:
-        """The same rows as targets, with all of these rows (the first `limit`) as the context."""
+    def everything(self, table: Table) -> Iterator[Task]:
+        """The same rows as targets, with all of these rows (the first `SHOWN`) as the context."""
         x, y = (t.to(self.x)[None] for t in (table.x, table.y))
-        yield Task(self.x[None, :limit], self.y[None, :limit], x, y)
+        yield Task(self.x[None, :SHOWN], self.y[None, :SHOWN], x, y)
 
     def _tasks(self, chosen: Int64[Tensor, " b"], generator: torch.Generator, skew: float) -> Task:
         device, batch, most = self.x.device, len(chosen), self.max_context

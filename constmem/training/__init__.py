@@ -232,11 +232,11 @@ def choose_jitter(table: Table, model: str, how: dict[str, Any]) -> list[str]:
         return []
     own = table_recipe(model, dim_x=table.x.shape[1], dim_y=table.y.shape[1], rows=len(table), grouped=True)
     full = changed(own, change, steps=how.get("steps"), kind="table").steps
-    tried: dict[float, float] = {}
+    part, tried = max(full // TRIAL, 1), dict[float, float]()
     with TemporaryDirectory() as scratch:
         for jitter in JITTERS:
             out, named = Path(scratch) / str(jitter), replace(table, name=f"trying jitter={jitter}")
-            changes = [*change, f"steps={max(full // TRIAL, 1)}", f"jitter={jitter}"]
+            changes = [*change, f"steps={part}", f"jitter={jitter}"]
             try:
                 fit_table(named, model, **how | {"out": out, "steps": None, "change": changes})
             except StoppedError as error:
@@ -249,7 +249,7 @@ def choose_jitter(table: Table, model: str, how: dict[str, Any]) -> list[str]:
     best = max(tried, key=lambda jitter: tried[jitter])
     how["change"] = [*change, f"jitter={best}"]
     scores = ", ".join(f"{found:.3f} with {jitter}" for jitter, found in tried.items())
-    return [f"jitter={best} validated best in {max(full // TRIAL, 1)} steps each (log-likelihood {scores})"]
+    return [f"jitter={best} validated best in {part} steps each (log-likelihood {scores})"]
 
 
 @torch.no_grad()

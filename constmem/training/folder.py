@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -147,18 +148,15 @@ def _lock(out: Path) -> int:
     path = out / LOCK
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            import fcntl  # which Windows has not
-
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        held = files.locked(handle)
+        if held is False:
             holder = os.read(handle, 200).decode(errors="replace").strip() or "another process"
             os.close(handle)
             raise BlockingIOError(
                 f"{out} is being trained by {holder}: wait until it ends, stop it, or take another --out"
-            ) from None
-        except (OSError, ImportError) as error:  # not every file system has locks
-            _log.warning(f"{out} cannot be locked ({error}): let no other process train there")
+            )
+        if held is None:  # not every system has locks
+            _log.warning(f"{out} cannot be locked: let no other process train there")
         if path.exists() and path.stat().st_ino == os.fstat(handle).st_ino:
             break
         os.close(handle)  # its holder has just deleted it
@@ -185,26 +183,22 @@ def current_commit() -> str | None:
         return None
 
 
+@dataclass(kw_only=True, eq=False)
 class Keeper:
     """What a run keeps: its latest checkpoint and the best weights by validation, every number finite.
 
     Args:
         out: the run's folder.
         lr: its rate, for advice.
+        step: of the checkpoint in the folder.
     """
 
-    def __init__(
-        self,
-        out: Path,
-        *,
-        lr: float,
-        model: Model,
-        optimiser: torch.optim.Optimizer,
-        generator: torch.Generator,
-    ) -> None:
-        self.out, self.lr = out, lr
-        self.model, self.optimiser, self.generator = model, optimiser, generator
-        self.step: int | None = None  # of the checkpoint in the folder
+    out: Path
+    lr: float
+    model: Model
+    optimiser: torch.optim.Optimizer
+    generator: torch.Generator
+    step: int | None = None
 
     def load(self) -> int:
         """Put the checkpoint back in place; returns the number of steps done."""

@@ -112,7 +112,7 @@ def train(
         last = min(run.recipe.steps, stop_after or run.recipe.steps)
         describe(asdict(run), out, resume=resume, own=own, where=where, older=model.older)
         peak = Peak(where)
-        keeper = Keeper(out, lr=run.recipe.lr, model=model, optimiser=optimiser, generator=generator)
+        keeper = Keeper(out=out, lr=run.recipe.lr, model=model, optimiser=optimiser, generator=generator)
         started = keeper.load() if goes_on else 0
         log = stack.enter_context(contextlib.closing(Log(out, started, source.statement)))
         stack.enter_context(_arithmetic(model, run.recipe.precision, where))

@@ -199,7 +199,7 @@ def _gp(recipe: PointRecipe, device: torch.device) -> Source[Task]:
         if recipe.sampling == "reference":
             padded = device.type == "cuda"
             return data.gp_tasks(size, kernel=kernel, generator=generator, padded=padded)[0]
-        return data.static_gp_tasks(size, kernel=kernel, generator=generator, fill_targets=True)[0]
+        return data.static_gp_tasks(size, kernel=kernel, generator=generator)[0]
 
     def sample(generator: torch.Generator) -> Task:
         return Task.stack([drawn(kernel, size, generator) for kernel, size in sizes if size])

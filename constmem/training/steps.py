@@ -28,6 +28,7 @@ class Muon(torch.optim.Optimizer):
     Args:
         model: whose parameters are trained.
         lr: the rate, for all of them; a tensor where steps are captured in a graph.
+        momentum: of the matrices.
         weight_decay: share of a parameter taken away at every step, times the rate.
 
     Example:
@@ -47,35 +48,25 @@ class Muon(torch.optim.Optimizer):
         *,
         lr: float | Tensor,
         momentum: float = 0.95,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"Muon takes the model, not its parameters: an nn.Module, not {type(model).__name__}"
             )
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError(f"lr is a tensor of {lr.numel()} numbers, but must be of one")
+        for name, number in (("lr", lr), ("weight_decay", weight_decay)):
+            if not 0 <= float(number) < inf:
+                raise ValueError(f"{name} is {float(number)}, but must be 0 or more, and finite")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum is {momentum}, but must be 0 or more, and below 1")
         matrices = _matrices(model)
         chosen = {id(p) for p in matrices}
         others = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
         groups = [{"params": matrices, "matrices": True}, {"params": others, "matrices": False}]
-        defaults = {
-            "lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay
-        }  # fmt: skip
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__([group for group in groups if group["params"]], defaults)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """More parameters; the group's `matrices` says whether they are weight matrices.
-
-        Args:
-            param_group: `params` and `matrices`, and what else is to differ from the other groups.
-        """
-        super().add_param_group(param_group)
-        try:
-            _require_sound(self.param_groups[-1])
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -108,12 +99,14 @@ class Muon(torch.optim.Optimizer):
 
     def _adam_step(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         on_gpu = parameters[0].device.type == "cuda"
-        beta1, beta2 = group["betas"]
+        for p in parameters:
+            if "step" not in self.state[p]:
+                self.state[p]["step"] = torch.zeros((), device=p.device if p.is_cuda else "cpu")
+        means, squares = (self._states(parameters, name) for name in ("exp_avg", "exp_avg_sq"))
         adam(
-            parameters, _grads(parameters), self._states(parameters, "exp_avg"),
-            self._states(parameters, "exp_avg_sq"), [], self._counts(parameters), fused=on_gpu,
-            capturable=on_gpu, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=0.0,
-            eps=group["eps"], maximize=False,
+            parameters, _grads(parameters), means, squares, [], [self.state[p]["step"] for p in parameters],
+            fused=on_gpu, capturable=on_gpu, amsgrad=False, beta1=0.9, beta2=0.95, lr=group["lr"],
+            weight_decay=0.0, eps=1e-8, maximize=False,
         )  # fmt: skip
 
     def _states(self, parameters: Sequence[Tensor], name: str) -> list[Tensor]:
@@ -122,39 +115,8 @@ class Muon(torch.optim.Optimizer):
                 self.state[p][name] = torch.zeros_like(p)
         return [self.state[p][name] for p in parameters]
 
-    def _counts(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        for p in parameters:
-            if "step" not in self.state[p]:
-                self.state[p]["step"] = torch.zeros((), device=p.device if p.is_cuda else "cpu")
-        return [self.state[p]["step"] for p in parameters]
 
-
-def _require_sound(group: dict[str, Any]) -> None:
-    """Refuse a group whose numbers make no sense, or whose parameters are not the matrices they should be."""
-    rate = group["lr"]
-    if isinstance(rate, Tensor) and rate.numel() != 1:
-        raise ValueError(f"lr is a tensor of {rate.numel()} numbers, but must be of one")
-    for name in ("lr", "eps", "weight_decay"):
-        if not 0 <= float(group[name]) < inf:
-            raise ValueError(f"{name} is {float(group[name])}, but must be 0 or more, and finite")
-    beta1, beta2 = group["betas"]
-    for name, share in (("momentum", group["momentum"]), ("betas[0]", beta1), ("betas[1]", beta2)):
-        if not 0 <= share < 1:
-            raise ValueError(f"{name} is {share}, but must be 0 or more, and below 1")
-    if not isinstance(group.get("matrices"), bool):
-        raise ValueError(
-            "a group of Muon's parameters must say what they are: matrices=True for weight matrices, "
-            "matrices=False for all others, which Adam trains"
-        )
-    flat = [tuple(p.shape) for p in group["params"] if p.ndim < 2]
-    if group["matrices"] and flat:
-        raise ValueError(
-            f"parameters of shape {flat[0]} are no matrices, which have two axes or more: put them into a "
-            "group of their own with matrices=False"
-        )
-
-
-def orthogonal(matrices: Float[Tensor, "n o i"], *, rounds: int = 5) -> Float[Tensor, "n o i"]:
+def orthogonal(matrices: Float[Tensor, "n o i"]) -> Float[Tensor, "n o i"]:
     """Each matrix with its singular values drawn near one (0.7 to 1.2), by a polynomial's iteration."""
     a, b, c = QUINTIC
     x = matrices.to(torch.bfloat16) if matrices.is_cuda else matrices
@@ -162,7 +124,7 @@ def orthogonal(matrices: Float[Tensor, "n o i"], *, rounds: int = 5) -> Float[Te
     if tall:
         x = x.mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(rounds):
+    for _ in range(5):
         square = x @ x.mT
         x = a * x + (b * square + c * square @ square) @ x
     out: Tensor = (x.mT if tall else x).to(matrices.dtype)
@@ -257,8 +219,8 @@ class ByShape:
         if shape not in self._graphs:
             self._graphs[shape] = self._captured(batch)
         graph, inputs, loss = self._graphs[shape]
-        for here, new in zip(_tensors(inputs), _tensors(batch), strict=True):
-            here.copy_(new)
+        for name, here in _tensors(inputs).items():
+            here.copy_(getattr(batch, name))
         seeds = self._seeds(generator)
         if seeds:
             with seeded(seeds[0], batch.device):
@@ -268,22 +230,15 @@ class ByShape:
         return loss.clone()  # the next replay writes over it
 
     def _captured(self, batch: Events) -> tuple[torch.cuda.CUDAGraph, Events, Tensor]:
-        inputs, graph = _copy(batch), torch.cuda.CUDAGraph()
+        own: dict[str, Any] = {name: part.clone() for name, part in _tensors(batch).items()}
+        inputs, graph = replace(batch, **own), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             loss = self._step(inputs, None)
         return graph, inputs, loss
 
 
-def _tensors(events: Events) -> list[Tensor]:
-    parts = events.times, events.marks, events.mask, events.t_start, events.t_end
-    return [part for part in parts if part is not None]
-
-
-def _copy(events: Events) -> Events:
-    """The same events in memory of their own, which may be written over."""
-    names = "times", "marks", "mask", "t_start", "t_end"
-    copies: dict[str, Any] = dict(zip(names, (part.clone() for part in _tensors(events)), strict=False))
-    return replace(events, **copies)
+def _tensors(events: Events) -> dict[str, Tensor]:
+    return {name: part for name, part in vars(events).items() if isinstance(part, Tensor)}
 
 
 def _aside(side: torch.cuda.Stream, step: Callable[[], Tensor]) -> Tensor:

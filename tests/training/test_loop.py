@@ -273,8 +273,8 @@ def test_a_checkpoint_gives_frozen_parameters_no_state(tmp_path: Path) -> None:
     frozen.requires_grad_(False)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
-    own: dict[str, Any] = {"lr": 0.1, "model": model, "generator": torch.Generator()}
-    kept = [run_folder.Keeper(tmp_path, optimiser=Muon(model, lr=0.1), **own) for _ in range(2)]
+    own: dict[str, Any] = {"out": tmp_path, "lr": 0.1, "model": model, "generator": torch.Generator()}
+    kept = [run_folder.Keeper(optimiser=Muon(model, lr=0.1), **own) for _ in range(2)]
     kept[0].optimiser.step()
     kept[0].save(1, Log(tmp_path, 0, "nothing"))
     assert kept[1].load() == 1
