@@ -63,7 +63,8 @@ def attention(style: str) -> Iterator[None]:
         if style == "written out":
             fused = "torch.nn.functional.scaled_dot_product_attention"
             stack.enter_context(mock.patch(fused, written_out))
-            stack.enter_context(mock.patch.object(kernels.fused, "KERNELS", (kernels.fused.REFERENCE,)))
+            plain = (kernels.operators.REFERENCE,)
+            stack.enter_context(mock.patch.object(kernels.operators, "KERNELS", plain))
             stack.enter_context(mock.patch.object(kernels.cpu, "usable", return_value=False))
         yield
 

@@ -27,8 +27,8 @@ from typing import Any
 import record
 import torch
 
+from constmem.core import PLAIN_CMHP
 from constmem.core.checks import known
-from constmem.core.registry import PLAIN_CMHP
 from constmem.data.catalogue import EVENTS
 from constmem.evaluation.runs import evaluate_run
 from constmem.training.loop import Run, train

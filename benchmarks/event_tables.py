@@ -5,7 +5,7 @@ from typing import Any
 
 import record
 
-from constmem.core.registry import title_of as model_name
+from constmem.core import title_of as model_name
 from constmem.data.catalogue import title_of
 from constmem.evaluation import Figure
 from constmem.evaluation.rows import Entry, compare, typed_rows

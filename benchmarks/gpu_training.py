@@ -18,7 +18,7 @@ from torch import Tensor
 
 from constmem import CMANP
 from constmem.kernels import gpu, gpu_fold
-from constmem.kernels.reference import absorb
+from constmem.kernels.gpu import absorb
 
 PLAIN = ("plain bf16", "plain tf32", "plain float32")
 POINTS = 2**16  # of which the backward pass takes gradients at a time

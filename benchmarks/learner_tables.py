@@ -14,16 +14,36 @@ DROPOUT = {  # NLL of MC-dropout on the same splits, as published (Mukhoti, Sten
 OTHERS = "random forest", "boosted trees", "ridge", "Fourier moments", "Gaussian process"
 
 
-def uci() -> str:
-    """The learner beside others on nine tables, means over splits; a dash where one was not run."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in content("tables_uci")["rows"]:
-        found.setdefault((row["table"], row["method"]), []).append(row)
+class Runs:
+    """The rows of nine tables: means over splits, by table and method."""
 
-    def mean(table: str, method: str, key: str) -> float:
-        numbers = [row[key] for row in found.get((table, method), ())]
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for row in content("tables_uci")["rows"]:
+            self.found.setdefault((row["table"], row["method"]), []).append(row)
+
+    def mean(self, table: str, method: str, key: str) -> float:
+        numbers = [row[key] for row in self.found.get((table, method), ())]
         return sum(numbers) / len(numbers) if numbers else nan
 
+
+def seconds() -> str:
+    """CPU seconds of learning one split, and bytes of the learner, means over splits."""
+    mean = Runs().mean
+    lines = [["table", "streaming regressor", *OTHERS, "state", "saved"], ["---"] * (len(OTHERS) + 4)]
+    for table in DROPOUT:
+        spent = [mean(table, "closed form", "seconds_learn")]
+        spent += [mean(table, method, "seconds") for method in OTHERS]
+        sizes = [mean(table, "closed form", key) / 1e6 for key in ("bytes", "bytes_saved")]
+        shown = ["-" if isnan(number) else f"{number:.2g} s" for number in spent]
+        lines.append([table, *shown, *(f"{size:.1f} MB" for size in sizes)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def uci() -> str:
+    """The learner beside others on nine tables, means over splits; a dash where one was not run."""
+    runs = Runs()
+    found, mean = runs.found, runs.mean
     others = [method for method in OTHERS if any(method == run for _, run in found)]
 
     heads = (
@@ -44,7 +64,7 @@ def uci() -> str:
         ratios[table] = rmse[0] / rmse[1]
         counted = ("cover50", "cover50_share"), ("cover90", "cover90_share")
         held = [[100 * mean(table, "closed form", key) for key in keys] for keys in counted]
-        inside = [f"{usual:.0f} % ({shared:.0f})" for usual, shared in held]
+        inside = [f"{usual:.1f} % ({shared:.1f})" for usual, shared in held]
         lines.append([
             table, *("-" if isnan(number) else f"{number:.3g}" for number in rmse), f"{ratios[table]:.2f}",
             *(f"{mean(table, 'closed form', key):.2f}" for key in ("nll", "nll_student")), f"{published:.2f}",
@@ -100,4 +120,4 @@ def costs() -> str:
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {"uci": uci, "streams": streams, "costs": costs}
+TABLES: dict[str, Callable[[], str]] = {"uci": uci, "seconds": seconds, "streams": streams, "costs": costs}

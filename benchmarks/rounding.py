@@ -63,7 +63,7 @@ class Observer:
     def __init__(self) -> None:
         self.model = CMANP.from_pretrained("emnist").eval()
         self.wide = model = CMANP.from_pretrained("emnist").eval().double()
-        prepared = model.stack.observation._prepare()
+        prepared = model.stack.observation.prepare()
         self.queries = log2(torch.e) * prepared.queries.flatten(0, 1)  # (h, s, c), to base two
         heads, _, channels = self.queries.shape
         self.key, self.value = (w.unflatten(0, (heads, channels)) for w in prepared.weight.chunk(2))

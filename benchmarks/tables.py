@@ -20,8 +20,8 @@ import learner_tables
 import prediction_tables
 import serving_tables
 
+from constmem.core import title_of as model_name
 from constmem.core.files import write_text
-from constmem.core.registry import title_of as model_name
 from constmem.data.catalogue import EVENTS, title_of
 from constmem.evaluation.rows import compare, typed_rows
 from constmem.evaluation.tables import markdown

@@ -15,7 +15,7 @@ from sklearn.ensemble import RandomForestRegressor
 import constmem
 from constmem import cli
 from constmem.cli import train
-from constmem.core.registry import EVENTS, POINTS, with_variants
+from constmem.core import EVENTS, POINTS, with_variants
 from constmem.data import DATASETS, power_plant
 from constmem.evaluation.demo import demo, power_stream
 from tests.command import command
@@ -58,6 +58,8 @@ def test_help_names_every_model_and_data_set_and_the_version_is_that_of_the_pack
         (("train", "a.json"), "no file a.json to read events from"),
         (("train", "digits", "--device", "tpu"), "there is no device 'tpu' here"),
         (("train", "digits", "--steps", "0"), "steps is 0, but must be 1 or more"),
+        (("table", "--json", "--markdown"), "--markdown and --json are two forms of one table"),
+        (("fit", "a.csv", "--target", "b", "--out", "c", "--size", "0"), "greater than or equal to 16"),
     ],
 )
 def test_what_is_unknown_ends_with_code_2_and_the_nearest_name(
@@ -121,6 +123,20 @@ def test_a_run_is_trained_and_scored(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert json.loads((tmp_path / "run" / "eval.json").read_text()) == row
 
 
+def test_the_ending_of_a_files_name_may_be_in_capitals(tmp_path: Path) -> None:
+    rows = [(f"g{i % 12}", i / 120, i % 7) for i in range(120)]
+    (tmp_path / "S.CSV").write_text("g,a,b\n" + "".join(f"{g},{a},{b}\n" for g, a, b in rows))
+    small = ["--steps=1", "--set=batch=4", "--set=model.dim=8", "--set=jitter=0"]
+    points = command("train", "S.CSV", "cnp", "--x=a", "--y=b", "--group=g", *small, cwd=tmp_path)
+    assert points.returncode == 0, points.stderr
+    events = ["--user=g", "--mark=-", "--time=a"]
+    trained = command("train", "S.CSV", "gru", *events, *small[:3], "--out=events", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    done = command("forecast", "events", "S.CSV", "--out=N.CSV", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "N.CSV").read_text().startswith("g,event,a,")
+
+
 def test_runs_of_several_seeds_are_scored_one_by_one_and_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,6 +196,15 @@ def test_the_demo_learns_a_stream_completes_digits_and_draws_both(
     assert len(errors) == 5
     assert errors == sorted(errors, reverse=True)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_the_demo_finds_a_place_it_cannot_write_to_before_it_learns_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("constmem.evaluation.demo._acts", lambda *_: pytest.fail("began"))
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(FileExistsError):
+        demo(tmp_path / "taken")
 
 
 def test_the_power_plant_is_learned_better_with_every_chunk_in_the_same_memory() -> None:

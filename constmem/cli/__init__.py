@@ -10,7 +10,7 @@ import typer
 
 from constmem import __version__
 from constmem.cli import commands
-from constmem.core.registry import EVENTS, POINTS, with_variants
+from constmem.core import EVENTS, POINTS, with_variants
 from constmem.data import catalogue
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -168,6 +168,8 @@ def table(
     """A table like the paper's: models against test sets, ours beside the published."""
     from constmem.evaluation.tables import table_of
 
+    if as_json and as_markdown:
+        raise ValueError("--markdown and --json are two forms of one table: give one of them")
     form = "json" if as_json else "markdown" if as_markdown else None
     table_of(results, dataset=dataset, form=form, out=out, scores=scores)
 
@@ -200,7 +202,7 @@ def forecast(
     mark: Mark = None,
     time: Time = None,
     device: Device = "cpu",
-    replace: Annotated[bool, typer.Option("--replace", help="Write over what is there.")] = False,
+    replace: commands.Replace = False,
 ) -> None:
     """Forecast the next events of every sequence: when (median, 5 and 95 %), and of what kind.
 

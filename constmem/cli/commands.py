@@ -3,6 +3,8 @@
 import json
 import signal
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,7 +43,7 @@ def fit(
     forget: Annotated[
         str | None, typer.Option(help="A half-life in rows, window:ROWS, or auto; nothing if not given.")
     ] = None,
-    size: Annotated[int | None, typer.Option(help="Number of features.")] = None,
+    size: Annotated[int | None, typer.Option(min=16, help="Number of features.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the features.")] = 0,
     replace: Replace = False,
 ) -> None:
@@ -49,10 +51,9 @@ def fit(
 
     constmem fit houses.csv --target price --out houses.model
     """
-    from constmem.core.costs import counted
     from constmem.tabular.commands import fit_file
 
-    with counted(f"fitting {table}") as report:
+    with _reading("fitting", table) as report:
         done = fit_file(
             table, out, _listed(target), task=task, ignore=_listed(ignore), replace=replace, report=report,
             forget=_number(forget), size=size, random_state=seed,
@@ -70,13 +71,12 @@ def update(
     replace: Replace = False,
 ) -> None:
     """Learn more rows: as if the model had seen them with the first."""
-    from constmem.core.costs import counted
     from constmem.data.rows import free
     from constmem.tabular.commands import update_file
 
     if out is not None:
         free(out, replace=replace)
-    with counted(f"updating {model}") as report:
+    with _reading("learning", table) as report:
         done = update_file(model, table, out or model, report=report)
     _say(done, "learned", out or model)
 
@@ -91,14 +91,13 @@ def predict(
     replace: Replace = False,
 ) -> None:
     """Predict every row: mean, deviation and quantiles, or classes and their probabilities."""
-    from constmem.core.costs import counted
     from constmem.tabular.commands import predict_file
 
     try:
         levels = [float(level) for level in _listed(quantiles)]
     except ValueError as error:
         raise ValueError(f"--quantiles {quantiles}: give numbers between 0 and 1, such as 0.1,0.9") from error
-    with counted(f"predicting {table}") as report:
+    with _reading("predicting", table) as report:
         done = predict_file(model, table, out, quantiles=levels, replace=replace, report=report)
     _say(done, "predicted", out)
 
@@ -107,10 +106,9 @@ def score(
     model: Model, table: Table, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
     """How well the model predicts rows whose target is known."""
-    from constmem.core.costs import counted
     from constmem.tabular.commands import score_file
 
-    with counted(f"scoring {table}") as report:
+    with _reading("scoring", table) as report:
         done = score_file(model, table, report=report)
     if as_json:
         print(json.dumps({"rows": done.rows, **done.scores}))
@@ -118,6 +116,13 @@ def score(
     for name, value in {"rows": done.rows, **done.scores}.items():
         print(f"{name.replace('_', ' '):30} {value:.6g}")
     _left_out(done)
+
+
+def _reading(doing: str, table: Path) -> AbstractContextManager[Callable[[int, int], None]]:
+    """Progress through a table: a file of text is counted in bytes, as nobody knows its rows."""
+    from constmem.core.costs import counted
+
+    return counted(f"{doing} {table}, {'rows' if table.suffix.lower() == '.parquet' else 'bytes'}")
 
 
 def _listed(names: str) -> list[str]:

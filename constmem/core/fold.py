@@ -7,6 +7,7 @@ exp(score - lse). So the peak is that of one chunk, however many there are.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import reduce
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from constmem.core.layers import MLP, perceptron
 from constmem.core.monoid import Monoid
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
-from constmem.kernels import Chunk, accumulate, joined
+from constmem.kernels import Chunk, joined
 
 __all__ = [
     "Chunk", "ConditioningError", "filled", "fold", "fused_fold", "joined", "nothing", "numbered",
@@ -134,19 +135,8 @@ def fused_fold(observation: Observation, embed: MLP | None, chunks: list[Chunk])
     return AttentionState(value, lse, sum((m.sum(-1) for *_, m in chunks if m is not None), count))
 
 
-def _stream(project: nn.Module, q: Tensor, chunks: Iterable[Chunk]) -> AttentionState:
-    state: AttentionState | None = None
-    for x, y, mask in chunks:
-        k, v = project(x, y)
-        part = AttentionState.observe(q, k, v, mask)
-        state = part if state is None else state.merge(part)
-    if state is None:
-        raise ValueError("there are no chunks to condition on")
-    return state
-
-
 class _Fold(torch.autograd.Function):
-    """`_stream` with a backward pass that walks the chunks a second time."""
+    """Chunks observed and merged, with a backward pass that walks them a second time."""
 
     @staticmethod
     def forward(
@@ -159,7 +149,8 @@ class _Fold(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         points = tensors[len(names) :]
         chunks = zip(points[::2], points[1::2], masks, strict=True)
-        state = _stream(project, q, chunks)
+        seen = ((project(x, y), mask) for x, y, mask in chunks)
+        state = reduce(AttentionState.merge, (AttentionState.observe(q, k, v, mask) for (k, v), mask in seen))
         device = state.value.device.type
         ctx.project, ctx.names = project, names
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
@@ -185,7 +176,6 @@ class _Fold(torch.autograd.Function):
         grad_value = grad_value.masked_fill(nothing[..., None], 0.0)
         grad_lse = None if grad_lse is None else grad_lse.masked_fill(nothing, 0.0)
         whole = value, lse, grad_value, grad_lse
-        grads: dict[int, Tensor] = {}
         grad_q = torch.zeros_like(q)
         device, dtype, enabled = ctx.autocast
         for x, y, mask in zip(points[::2], points[1::2], saved[len(tensors) :], strict=True):
@@ -196,9 +186,8 @@ class _Fold(torch.autograd.Function):
             if not k.requires_grad or k.shape[-2] == 0:
                 continue
             wanted = [t for t in (*parameters.values(), x, y) if t.requires_grad]
-            found = torch.autograd.grad((k, v), wanted, upstream, allow_unused=True)
-            accumulate(grads, zip(wanted, found, strict=True))
-        return None, None, None, grad_q, *(grads.get(id(leaf)) for leaf in leaves)
+            torch.autograd.backward((k, v), upstream, inputs=wanted)  # adds them up
+        return None, None, None, grad_q, *(leaf.grad for leaf in leaves)
 
 
 def _with(others: dict[int, Tensor], module: nn.Module) -> nn.Module:

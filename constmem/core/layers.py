@@ -7,7 +7,7 @@ lineage of models) or `x` itself (`residual="raw"`, as in most transformers).
 
 from collections.abc import Iterable
 from math import sqrt
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -173,7 +173,46 @@ def attend(
     return torch.where(some, F.scaled_dot_product_attention(q, k, v, seen, scale=scale), 0.0)
 
 
-class CrossAttention(nn.Module):
+class _PreNorm(nn.Module):
+    """Attention of x to a context, or to itself where there is none, with pre-norm and residual."""
+
+    NORMS: ClassVar[tuple[str, ...]]
+    norm: nn.LayerNorm
+
+    def __init__(self, *, dim: int, num_heads: int, residual: Residual = "normed") -> None:
+        super().__init__()
+        check_heads(dim, num_heads)
+        check_residual(residual)
+        self.normed = residual == "normed"
+        for name in self.NORMS:
+            self.add_module(name, nn.LayerNorm(dim))
+        self.attention = _Attention(dim, num_heads)
+
+    def _attended(self, x: Tensor, context: Tensor | None, mask: Tensor | None) -> Tensor:
+        own: Any = self._modules
+        whole = self._whole(x, context, mask) if on_gpu(x) else None
+        if whole is not None:
+            return whole
+        normed = applied(own["norm"], x)
+        other = normed if context is None else applied(own["norm_context"], context)
+        out: Tensor = own["attention"](normed, other, mask)
+        return out + (normed if self.normed else x)
+
+    def _whole(self, x: Tensor, context: Tensor | None, mask: Tensor | None) -> Tensor | None:
+        """The whole layer as one operator, where one serves."""
+        parts: Any = self._modules
+        own = self.attention
+        if not _plain(own.query, own.key_value, own.out):
+            return None
+        norms = [(parts[name].weight, parts[name].bias) for name in self.NORMS]
+        weights = own.query.weight, own.key_value.weight, own.out.weight, own.out.bias
+        return kernels.attention(
+            x, context, mask, norms[0], norms[1] if norms[1:] else None, weights,
+            heads=own.num_heads, eps=self.norm.eps, normed=self.normed,
+        )  # fmt: skip
+
+
+class CrossAttention(_PreNorm):
     """x attends to a context: softmax(q k') v with pre-norm and residual.
 
     Example:
@@ -184,52 +223,24 @@ class CrossAttention(nn.Module):
         True
     """
 
-    def __init__(self, *, dim: int, num_heads: int, residual: Residual = "normed") -> None:
-        super().__init__()
-        check_heads(dim, num_heads)
-        check_residual(residual)
-        self.num_heads = num_heads
-        self.normed = residual == "normed"
-        self.norm = nn.LayerNorm(dim)
-        self.norm_context = nn.LayerNorm(dim)
-        self.attention = _Attention(dim, num_heads)
+    NORMS = "norm", "norm_context"
 
     def forward(
         self, x: Float[Tensor, "b m d"], context: Float[Tensor, "b n d"],
         mask: Bool[Tensor, "b n"] | None = None,
     ) -> Float[Tensor, "b m d"]:  # fmt: skip
-        if on_gpu(x):
-            whole = self.attention.whole(x, context, mask, self.norm, self.norm_context, self.normed)
-            if whole is not None:
-                return whole
-        own: Any = self._modules
-        normed = applied(own["norm"], x)
-        out: Tensor = own["attention"](normed, applied(own["norm_context"], context), mask)
-        return out + (normed if self.normed else x)
+        return self._attended(x, context, mask)
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(_PreNorm):
     """x attends to itself, with pre-norm and residual."""
 
-    def __init__(self, *, dim: int, num_heads: int, residual: Residual = "normed") -> None:
-        super().__init__()
-        check_heads(dim, num_heads)
-        check_residual(residual)
-        self.normed = residual == "normed"
-        self.norm = nn.LayerNorm(dim)
-        self.attention = _Attention(dim, num_heads)
+    NORMS = ("norm",)
 
     def forward(
         self, x: Float[Tensor, "b m d"], mask: Bool[Tensor, "b m"] | None = None
     ) -> Float[Tensor, "b m d"]:
-        if on_gpu(x):
-            whole = self.attention.whole(x, None, mask, self.norm, None, self.normed)
-            if whole is not None:
-                return whole
-        own: Any = self._modules
-        normed = applied(own["norm"], x)
-        out: Tensor = own["attention"](normed, normed, mask)
-        return out + (normed if self.normed else x)
+        return self._attended(x, None, mask)
 
 
 class _Attention(nn.Module):
@@ -251,25 +262,6 @@ class _Attention(nn.Module):
         kv = applied(own["key_value"], context).unflatten(-1, (2, self.num_heads, -1))
         k, v = kv.transpose(1, 3).unbind(2)  # (b, h, n, c) each
         return applied(own["out"], attend(q, k, v, mask).transpose(1, 2).flatten(2))
-
-    def whole(
-        self,
-        x: Float[Tensor, "b m d"],
-        context: Float[Tensor, "b n d"] | None,
-        mask: Bool[Tensor, "b n"] | None,
-        norm: nn.LayerNorm,
-        norm_context: nn.LayerNorm | None,
-        normed: bool,
-    ) -> Float[Tensor, "b m d"] | None:
-        """The whole layer as one operator, where one serves; without a context x attends to itself."""
-        if not _plain(self.query, self.key_value, self.out):
-            return None
-        own = norm.weight, norm.bias
-        other = None if norm_context is None else (norm_context.weight, norm_context.bias)
-        weights = self.query.weight, self.key_value.weight, self.out.weight, self.out.bias
-        return kernels.attention(
-            x, context, mask, own, other, weights, heads=self.num_heads, eps=norm.eps, normed=normed
-        )
 
 
 class FeedForward(nn.Module):

@@ -151,7 +151,7 @@ class Observation(nn.Module):
             single = prepared.single or kernels.absorb(*prepared[:3]).single
             out = F.linear(F.layer_norm(tokens[:, 0], (self.dim,)), *single)
             return AttentionState.of(*self._of_one(out), _counted(data))
-        k, v = self._keys_values(tokens, prepared)
+        k, v = self.forward(tokens, prepared)
         return AttentionState.observe(prepared.queries, k, v, mask, log_weight)
 
     def extended(
@@ -187,9 +187,7 @@ class Observation(nn.Module):
         self, tokens: Float[Tensor, "b n d"], prepared: Prepared | None = None
     ) -> tuple[Float[Tensor, "b depth h n c"], Float[Tensor, "b depth h n c"]]:
         """Keys and values of every token for every block."""
-        return self._keys_values(tokens, self.prepared() if prepared is None else prepared)
-
-    def _keys_values(self, tokens: Tensor, prepared: Prepared) -> tuple[Tensor, Tensor]:
+        prepared = self.prepared() if prepared is None else prepared
         kv = F.linear(F.layer_norm(tokens, (self.dim,)), prepared.weight, prepared.shift)
         b, n, _ = kv.shape
         kv = kv.view(b, n, 2, len(self.slots), self.num_heads, self.dim // self.num_heads)

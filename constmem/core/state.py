@@ -134,9 +134,6 @@ class AttentionState(Monoid):
         """The state of both sets of points together; associative and commutative, `empty` its identity."""
         checks.state("merge", self, other)
         checks.alike("merge", self.value, other.value, (self.fingerprint, other.fingerprint))
-        return self._joined(other)
-
-    def _joined(self, other: "AttentionState") -> "AttentionState":
         count = self.count + other.count
         fingerprint = self.signature_with(other)
         if self.low is None or other.low is None:
@@ -226,8 +223,7 @@ class AttentionState(Monoid):
 
     @classmethod
     def _made(cls, tensors: dict[str, Tensor], fingerprint: str | None) -> "AttentionState":
-        value, lse, *low, count = (tensors[name] for name in (*cls.NAMES, "count") if name in tensors)
-        return cls(value, lse, count, fingerprint, (low[0], low[1]) if low else None)
+        return _of((tensors[name] for name in cls.NAMES if name in tensors), tensors["count"], fingerprint)
 
     @classmethod
     def _require(cls, tensors: dict[str, Tensor]) -> None:

@@ -116,9 +116,9 @@ def easytpp_sequences(path: Path) -> Sequences:
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:
     """Every record with where it is, of a JSON list, of JSON Lines or of a Parquet file."""
-    if path.suffix in (".pkl", ".pickle"):
+    if path.suffix.lower() in (".pkl", ".pickle"):
         raise ValueError(f"{path} is a pickle, which can run code when it is read: use EasyTPP's JSON files")
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         yield from ((f"row {i}", record) for i, record in enumerate(parquet_table(path).to_pylist()))
         return
     try:

@@ -92,15 +92,15 @@ class EventLog:
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"there is no file {path} to read events from")
-        known("format of event files", path.suffix, FORMATS)
+        kind = known("format of event files", path.suffix.lower(), FORMATS)
         given = {"user": user, "mark": mark, "time": time}
-        if path.suffix in (".json", ".jsonl", ".npz") and any(given.values()):
+        if kind in (".json", ".jsonl", ".npz") and any(given.values()):
             asked = ", ".join(f"--{what}" for what, column in given.items() if column)
             raise ValueError(f"{asked}: columns are those of CSV and Parquet files, but {path} is neither")
-        if path.suffix == ".npz":
+        if kind == ".npz":
             return _read_pack(path, unit, end, by)
         unit = unit or "second"
-        recorded = path.suffix in (".json", ".jsonl") or (path.suffix == ".parquet" and has_records(path))
+        recorded = kind in (".json", ".jsonl") or (kind == ".parquet" and has_records(path))
         read = easytpp_sequences(path) if recorded else labelled_sequences(path, given, unit)
         events = _until(read.events(unit), end, f"--end of {path}")
         return EventLog.of(events, by=by, labels=read.labels, name=path.name)

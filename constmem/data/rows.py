@@ -67,7 +67,7 @@ def read_text(path: Path) -> tuple[list[str], Lines]:
     """The names of a file's columns, and the rows below them: where each is, and its cells as text."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path} to read rows from")
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         table = parquet_table(path)
         return list(table.column_names), _parquet_rows(table)
     file = CsvFile(path)

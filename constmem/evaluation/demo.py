@@ -49,6 +49,7 @@ def demo(out: Path, *, rows: int = ROWS, trees: int = 100) -> None:
     """Show both acts on one thread, as fits small work; pictures go to `out`."""
     from rich.console import Console
 
+    out.mkdir(parents=True, exist_ok=True)  # or an error before anything is learned
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -59,13 +60,16 @@ def demo(out: Path, *, rows: int = ROWS, trees: int = 100) -> None:
 
 def _acts(out: Path, rows: int, trees: int, console: Any) -> None:
     console.print("1. Hours of a power plant, read once in chunks, beside a forest retrained on all so far")
-    found = list(_watched(power_stream(rows, trees=trees), rows))
+    found: list[Moment] = []
+    with progress("learning", rows) as report:
+        for moment in power_stream(rows, trees=trees):
+            found.append(moment)
+            report(moment.seen, f"error {moment.error[0]:.2f} MW")
     files = {"power plant": power_picture(found, out / "power.png")}
     console.print(_table(found))
     console.print("2. Digits of another data set, completed from a stream of pixels by shipped weights")
     files["digits"], lines = _digits(out / "digits.png")
-    for line in lines:
-        console.print(line)
+    console.print("\n".join(lines))
     for what, path in files.items():
         console.print(f"{what:>12}: {path}", soft_wrap=True)
     console.print(
@@ -108,40 +112,29 @@ def forest_bytes(forest: Any) -> int:
     return sum(part["nodes"].nbytes + part["values"].nbytes for part in parts)
 
 
-def _watched(moments: Iterator[Moment], rows: int) -> Iterator[Moment]:
-    with progress("learning", rows) as report:
-        for moment in moments:
-            report(moment.seen, f"error {moment.error[0]:.2f} MW")
-            yield moment
-
-
 def power_picture(found: list[Moment], path: Path) -> Path:
     """Error, intervals, memory and time against the rows seen."""
     seen = [moment.seen for moment in found]
 
-    def pair(ours: list[float], forest: list[float]) -> dict[str, tuple[list[int], list[float]]]:
-        return {OURS: (seen, ours), f"{FOREST}, retrained each time": (seen, forest)}
+    def both(what: str, scale: float = 1.0) -> dict[str, tuple[list[int], list[float]]]:
+        names = OURS, f"{FOREST}, retrained each time"
+        return {name: (seen, [getattr(m, what)[i] / scale for m in found]) for i, name in enumerate(names)}
 
-    errors, held, seconds = (
-        pair(*([getattr(moment, what)[i] / scale for moment in found] for i in range(2)))
-        for what, scale in (("error", 1), ("held", 1e6), ("seconds", 1))
-    )
     inside = {OURS: (seen, [100 * moment.inside for moment in found])}
     panels = (
-        Panel("error on new hours (RMSE, MW)", errors),
+        Panel("error on new hours (RMSE, MW)", both("error")),
         Panel("new hours inside 90 % intervals (%)", inside, level=90, low=70, high=100),
-        Panel("held in memory (MB)", held, low=0),
-        Panel("processor time so far (s)", seconds, low=0),
+        Panel("held in memory (MB)", both("held", 1e6), low=0),
+        Panel("processor time so far (s)", both("seconds"), low=0),
     )
     return panels_of_lines(panels, path, title="Output of a power plant, learned from a stream")
 
 
 def _table(found: list[Moment]) -> Any:
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(title_justify="left", show_lines=False)
-    for head in ("rows", "error, MW", "forest's", "in 90 %", "MB", "forest's", "CPU s", "forest's"):
-        table.add_column(head, justify="right")
+    heads = "rows", "error, MW", "forest's", "in 90 %", "MB", "forest's", "CPU s", "forest's"
+    table = Table(*(Column(head, justify="right") for head in heads))
     for moment in found:
         table.add_row(
             f"{moment.seen:,}", *(f"{error:.2f}" for error in moment.error), f"{100 * moment.inside:.0f} %",

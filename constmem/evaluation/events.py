@@ -7,7 +7,7 @@ NLLs are nats an event in the data's own unit; the silence until t_end is report
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import exp, isnan, nan, pi, sqrt
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float64, Int64
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from constmem.core import checks
 from constmem.data import EventLogProb, Events
+from constmem.evaluation import LEVELS
 
-LEVELS = (0.5, 0.8, 0.9, 0.95)
 HITS = ("accuracy", "top5", "accuracy_given_gap", "top5_given_gap")
 
 
@@ -61,55 +61,48 @@ class EventScores:
     survival_nll: float | None = None
 
 
-@runtime_checkable
-class Forecast(Protocol):
-    """At place (b, i) the prediction of event i of sequence b from those before it."""
-
-    @property
-    def gap(self) -> Any:
-        """The distribution of the gap, (b, t): mean, median, log_survival."""
-
-    def mark_logits(self, gap: Tensor | None = None) -> Tensor:
-        """(b, t, marks), of an event after this gap; without one, of the next event whenever it comes."""
-
-
-@runtime_checkable
-class EventPredictor(Protocol):
-    """What is asked of a model; `initial` and `condition` for sequences too long to take at once."""
-
-    def eval(self) -> Any: ...
-
-    def log_prob(self, events: Events, *, initial: Any = None) -> EventLogProb: ...
-
-    def forecast(self, events: Events, *, initial: Any = None) -> Forecast: ...
-
-    def condition(self, events: Events, *, initial: Any = None) -> Any: ...
-
-
 @torch.no_grad()
-def evaluate_events(model: EventPredictor, events: Events, *, positions: int | None = None) -> EventScores:
+def evaluate_events(model: Any, events: Events, *, positions: int | None = None) -> EventScores:
     """Score a model on event sequences.
 
     Args:
-        model: scores and forecasts events (see `EventPredictor`).
+        model: a point process, or anything with its eval, log_prob, forecast and condition.
         events: on the model's device.
         positions: events handled at once, padding included; changes memory and no figure. By default
             2,048 to 8,192: fewer with many marks.
     """
     totals: dict[str, Tensor] = {}
-    rescaled: list[Tensor] = []
+    found: list[Tensor] = []
     for part, lp, forecast in _parts(model, events, positions):
-        rescaled.append(_rescaled(part, lp.scored, forecast))
-        for name, value in (_errors(part, lp, forecast) | _hits(part, lp.scored, forecast)).items():
-            totals[name] = totals.get(name, torch.zeros_like(value)) + value
+        found.append(_rescaled(part, lp.scored, forecast))
+        for name, value in _sums(part, lp, forecast).items():
+            totals[name] = value + totals.get(name, 0.0)
     sums = {name: float(value) for name, value in totals.items()}
-    return _scores(events, sums, torch.cat(rescaled) if rescaled else events.times.reshape(-1)[:0])
+    if not sums.get("events"):
+        raise ValueError("there is nothing to score: no sequence has a second event")
+    means = {name: value / sums["events"] for name, value in sums.items()}
+    hits = {name: sums[name] / sums["known"] if sums["known"] else nan for name in HITS}
+    rescaled = torch.cat(found)
+    off_centre = (0.5 - torch.exp(-rescaled)).abs()
+    distance = ks_statistic(rescaled)
+    return EventScores(
+        nll=means["time_nll"] + means["mark_nll"],
+        survival_nll=None if events.t_end is None else sums["survival"] / len(events),
+        **{name: means[name] for name in ("time_nll", "mark_nll", "mae", "mae_median")},
+        **{name: sqrt(means[name]) for name in ("rmse", "rmse_median")},
+        **hits,
+        error=1 - hits["accuracy"],
+        ks=distance,
+        ks_p_value=ks_p_value(distance, len(rescaled)),
+        coverage={str(level): float((off_centre <= level / 2).double().mean()) for level in LEVELS},
+        unit=events.unit,
+        events=int(sums["events"]),
+        sequences=len(events),
+    )
 
 
 @torch.no_grad()
-def rescaled_times(
-    model: EventPredictor, events: Events, *, positions: int | None = None
-) -> Float64[Tensor, " n"]:
+def rescaled_times(model: Any, events: Events, *, positions: int | None = None) -> Float64[Tensor, " n"]:
     """The integrated hazard Λ = -log P(a longer gap) of every scored gap, as the model predicted it.
 
     If the model is true they are independent and exponential with mean 1, and the probability
@@ -117,7 +110,7 @@ def rescaled_times(
     """
     parts = _parts(model, events, positions)
     found = [_rescaled(part, lp.scored, forecast) for part, lp, forecast in parts]
-    return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64, device=events.device)
+    return torch.cat([torch.zeros(0, dtype=torch.float64, device=events.device), *found])
 
 
 def ks_statistic(rescaled: Float64[Tensor, " n"]) -> float:
@@ -147,7 +140,7 @@ def ks_p_value(distance: float, n: int) -> float:
 
 @torch.no_grad()
 def mark_confusion(
-    model: EventPredictor, events: Events, *, commonest: int = 10, positions: int | None = None
+    model: Any, events: Events, *, commonest: int = 10, positions: int | None = None
 ) -> tuple[Int64[Tensor, " k"], Int64[Tensor, "k k1"]]:
     """How often the likeliest mark was which, for each of the commonest true marks.
 
@@ -169,9 +162,7 @@ def mark_confusion(
     return shown, counts[:-1]
 
 
-def _parts(
-    model: EventPredictor, events: Events, positions: int | None
-) -> Iterator[tuple[Events, EventLogProb, Forecast]]:
+def _parts(model: Any, events: Events, positions: int | None) -> Iterator[tuple[Events, EventLogProb, Any]]:
     """Batches of sequences of like length, and pieces of those too long to take at once."""
     if positions is None:
         positions = min(max((1 << 24) // events.num_marks, 2048), 8192)
@@ -195,70 +186,29 @@ def _parts(
             state = model.condition(piece, initial=state)
 
 
-def _scores(events: Events, sums: dict[str, float], rescaled: Float64[Tensor, " n"]) -> EventScores:
-    """Sums over all scored events as means, each over its own kind."""
-    count = sums.get("events", 0.0)
-    if not count:
-        raise ValueError("there is nothing to score: no sequence has a second event")
-    means = {name: value / count for name, value in sums.items()}
-    hits = {name: sums[name] / sums["known"] if sums["known"] else nan for name in HITS}
-    distance = ks_statistic(rescaled)
-    return EventScores(
-        nll=means["time_nll"] + means["mark_nll"],
-        time_nll=means["time_nll"],
-        mark_nll=means["mark_nll"],
-        survival_nll=None if events.t_end is None else sums["survival"] / len(events),
-        rmse=sqrt(means["square"]),
-        mae=means["mae"],
-        rmse_median=sqrt(means["square_median"]),
-        mae_median=means["mae_median"],
-        error=1 - hits["accuracy"],
-        **hits,
-        ks=distance,
-        ks_p_value=ks_p_value(distance, len(rescaled)),
-        coverage=_coverage(rescaled),
-        unit=events.unit,
-        events=int(count),
-        sequences=len(events),
-    )
-
-
-def _rescaled(part: Events, scored: Bool[Tensor, "b t"], forecast: Forecast) -> Float64[Tensor, " n"]:
+def _rescaled(part: Events, scored: Bool[Tensor, "b t"], forecast: Any) -> Float64[Tensor, " n"]:
     log_survival: Tensor = forecast.gap.log_survival(part.gaps)
     return -log_survival.double()[scored]
 
 
-def _errors(part: Events, lp: EventLogProb, forecast: Forecast) -> dict[str, Float64[Tensor, ""]]:
-    """Sums over the scored events of a batch."""
-    scored, gaps = lp.scored, part.gaps
-    off = (forecast.gap.mean.double() - gaps)[scored]
-    off_median = (forecast.gap.median.double() - gaps)[scored]
-    silence = lp.time.new_zeros(()) if lp.survival is None else -lp.survival.sum()
-    return {
-        "time_nll": -lp.time.double()[scored].sum(),
-        "mark_nll": -lp.mark.double()[scored].sum(),
-        "survival": silence.double(),
-        "square": off.square().sum(),
-        "mae": off.abs().sum(),
-        "square_median": off_median.square().sum(),
-        "mae_median": off_median.abs().sum(),
-        "events": scored.sum().double(),
-    }
-
-
-def _hits(part: Events, scored: Bool[Tensor, "b t"], forecast: Forecast) -> dict[str, Float64[Tensor, ""]]:
-    """How often the true mark is the likeliest, and among the five likeliest, without and with the gap."""
+def _sums(part: Events, lp: EventLogProb, forecast: Any) -> dict[str, Float64[Tensor, ""]]:
+    """Sums over the scored events of a batch: NLLs, errors of gaps, and how often marks were right."""
+    scored = lp.scored
+    off, off_median = (
+        (predicted.double() - part.gaps)[scored] for predicted in (forecast.gap.mean, forecast.gap.median)
+    )
     known = scored & (part.marks >= 0)
     true = part.marks[known]
-    counts = {"known": known.sum().double()}
+    sums = {
+        "time_nll": -lp.time.double()[scored].sum(), "mark_nll": -lp.mark.double()[scored].sum(),
+        "survival": lp.time.new_zeros(()) if lp.survival is None else -lp.survival.sum(),
+        "rmse": off.square().sum(), "mae": off.abs().sum(),
+        "rmse_median": off_median.square().sum(), "mae_median": off_median.abs().sum(),
+        "events": scored.sum(), "known": known.sum(),
+    }  # fmt: skip
     for suffix, gap in (("", None), ("_given_gap", part.gaps)):
         logits = forecast.mark_logits(gap)[known]
         best = logits.topk(min(5, logits.shape[-1]), -1).indices
-        counts[f"accuracy{suffix}"] = (best[:, 0] == true).sum().double()
-        counts[f"top5{suffix}"] = (best == true[:, None]).any(-1).sum().double()
-    return counts
-
-
-def _coverage(rescaled: Float64[Tensor, " n"]) -> dict[str, float]:
-    off_centre = (0.5 - torch.exp(-rescaled)).abs()
-    return {str(level): float((off_centre <= level / 2).double().mean()) for level in LEVELS}
+        sums[f"accuracy{suffix}"] = (best[:, 0] == true).sum()
+        sums[f"top5{suffix}"] = (best == true[:, None]).any(-1).sum()
+    return {name: value.double() for name, value in sums.items()}

@@ -10,7 +10,7 @@ from jaxtyping import Float64, UInt8
 from torch import Tensor
 
 from constmem.core import checks
-from constmem.core.registry import title_of as model_name
+from constmem.core import title_of as model_name
 from constmem.data import (
     EventLog,
     Events,
@@ -20,12 +20,11 @@ from constmem.data import (
     Task,
     image_points,
     load_images,
-    simulated,
 )
 from constmem.data.catalogue import DATASETS, title_of
 from constmem.evaluation import pit_values
 from constmem.evaluation.events import mark_confusion, rescaled_times
-from constmem.evaluation.runs import Opened, metrics_of, open_run
+from constmem.evaluation.runs import Opened, metrics_of, open_run, true_process
 from constmem.neural_processes import NeuralProcess
 from constmem.plots import Completion, completion_grid, model_grid
 from constmem.plots.curves import (
@@ -64,24 +63,22 @@ def plot_runs(
     where = checks.device(device)
     runs = [open_run(folder, data_dir=data_dir, device=where) for folder in folders]
     made: list[Path] = []
-    rescaled: list[Tensor | None] = []
-    for run in runs:
+    rescaled: dict[int, Tensor] = {}  # of the runs of events
+    for i, run in enumerate(runs):
         name = run.folder.resolve().name
         target = run.folder / "pictures" if out is None else out / name if len(folders) > 1 else out
         made.append(learning_curve(metrics_of(run.folder), target / "learning.png", title=run_title(run.run)))
         if isinstance(run.model, PointProcess):
             events = _drawn_events(run.source)
-            found = rescaled_times(run.model, events)
-            rescaled.append(found)
-            made += _plot_events(run, events, found, target)
+            rescaled[i] = rescaled_times(run.model, events)
+            made += _plot_events(run, events, rescaled[i], target)
         else:
-            rescaled.append(None)
             made += _plot_points(run, target, data_dir)
     for dataset in dict.fromkeys(run.run["dataset"] for run in runs):
         same = [i for i, run in enumerate(runs) if run.run["dataset"] == dataset]
         if len(same) > 1:
             target = runs[same[0]].folder / "pictures" if out is None else out
-            fits = [rescaled[i] for i in same]
+            fits = [rescaled[i] for i in same if i in rescaled]
             made += _compared(dataset, [runs[i] for i in same], fits, target, data_dir)
     return made
 
@@ -95,22 +92,21 @@ def run_title(run: dict[str, Any]) -> str:
 
 
 def _compared(
-    dataset: str, runs: list[Opened], fits: list[Any], out: Path, data_dir: Path | None
+    dataset: str, runs: list[Opened], fits: list[Tensor], out: Path, data_dir: Path | None
 ) -> list[Path]:
     """Runs on the same events or images in one picture; other data have none."""
     labels = [model_name(run.run["model"]) for run in runs]
     if len(set(labels)) < len(labels):  # a model twice: name the runs
         labels = [run.folder.resolve().name for run in runs]
     title = f"{title_of(dataset)}: the same {{}}, different models"
-    if fits[0] is not None:
+    if fits:
         named = dict(zip(labels, fits, strict=True))
         return [fit_picture(named, out / f"{dataset}-fits.png", title=title.format("events"))]
     if not _of_images(dataset):
         return []
-    pixels = _images(dataset, IMAGES[1], data_dir)
-    models = {
-        label: completions(run.model, pixels, _sizes(pixels)) for label, run in zip(labels, runs, strict=True)
-    }
+    pixels, sizes = _images(dataset, IMAGES[1], data_dir)
+    completed = [completions(run.model, pixels, sizes) for run in runs]
+    models = dict(zip(labels, completed, strict=True))
     return [model_grid(models, pixels, out / f"{dataset}-models.png", title=title.format("pixels"))]
 
 
@@ -145,29 +141,25 @@ def completions(
 def _plot_points(run: Opened, out: Path, data_dir: Path | None) -> list[Path]:
     """Calibration, and completions, fits or predictions."""
     pits = {name: pit_values(run.model, islice(tasks(), BATCHES)) for name, tasks in run.source.tests.items()}
-    made = [calibration_curve(pits, out / "calibration.png", title=run_title(run.run))]
+    title = run_title(run.run)
+    calibration = calibration_curve(pits, out / "calibration.png", title=title)
     if isinstance(run.own, Table):
-        made.append(_table_picture(run, run.own, out))
-    elif _of_images(run.run["dataset"]):
-        pixels = _images(run.run["dataset"], IMAGES[0], data_dir)
-        results = completions(run.model, pixels, _sizes(pixels))
-        made.append(completion_grid(results, pixels, out / "completions.png", title=run_title(run.run)))
-    else:
-        made.append(function_fits(gp_fits(run.model), out / "fits.png", title=run_title(run.run)))
-    return made
+        return [calibration, _table_picture(run, run.own, out)]
+    if _of_images(run.run["dataset"]):
+        pixels, sizes = _images(run.run["dataset"], IMAGES[0], data_dir)
+        results = completions(run.model, pixels, sizes)
+        return [calibration, completion_grid(results, pixels, out / "completions.png", title=title)]
+    return [calibration, function_fits(gp_fits(run.model), out / "fits.png", title=title)]
 
 
-def _images(dataset: str, count: int, data_dir: Path | None) -> UInt8[Tensor, "n h w c"]:
-    """A few test images, of different classes where there are any."""
+def _images(dataset: str, count: int, data_dir: Path | None) -> tuple[UInt8[Tensor, "n h w c"], list[int]]:
+    """A few test images, of different classes where there are any; and how many of their pixels to show."""
     images = load_images(dataset, data_dir=data_dir, split="test")
-    if images.labels is None:
-        return images.pixels[:count]
-    return torch.stack([images.pixels[images.labels == c][1] for c in CLASSES[dataset][:count]])
-
-
-def _sizes(pixels: Tensor) -> list[int]:
+    pixels = images.pixels[:count]
+    if images.labels is not None:
+        pixels = torch.stack([images.pixels[images.labels == c][1] for c in CLASSES[dataset][:count]])
     whole = pixels.shape[1] * pixels.shape[2]
-    return [round(share * whole) for share in (FEW_SHARES if whole < FEW_PIXELS else SHARES)]
+    return pixels, [round(share * whole) for share in (FEW_SHARES if whole < FEW_PIXELS else SHARES)]
 
 
 def gp_fits(model: NeuralProcess[Any, Any]) -> list[tuple[str, list[Fit]]]:
@@ -245,23 +237,23 @@ def _drawn_events(source: Source[Any]) -> Events:
 def _plot_events(run: Opened, events: Events, rescaled: Tensor, out: Path) -> list[Path]:
     """A sequence, its hazards, goodness of fit, and confused marks where there are several."""
     names = run.own.labels if isinstance(run.own, EventLog) else None
+    title, label = run_title(run.run), model_name(run.run["model"])
     nearest = int((events.lengths - TYPICAL).abs().argmin())
     shown = events.select(slice(nearest, nearest + 1)).trim()
     gap = run.model.forecast(shown).gap
     line = timeline(shown, names)
-    made = [sequence_picture(line, gap, out / "sequence.png", title=run_title(run.run))]
     times, hazard = hazards(gap, shown)
-    entry = DATASETS.get(run.run["dataset"])
     true = None
-    if entry is not None and entry.kind == "simulated":
-        true = simulated(entry.name).hazard(shown.to("cpu"), times.reshape(-1)).reshape(times.shape)
-    made.append(hazard_picture(line, times, hazard, out / "hazard.png", title=run_title(run.run), true=true))
-    label = model_name(run.run["model"])
-    made.append(fit_picture({label: rescaled}, out / "fit.png", title=run_title(run.run)))
+    if (process := true_process(run.run["dataset"])) is not None:
+        true = process.hazard(shown.to("cpu"), times.reshape(-1)).reshape(times.shape)
+    made = [
+        sequence_picture(line, gap, out / "sequence.png", title=title),
+        hazard_picture(line, times, hazard, out / "hazard.png", title=title, true=true),
+        fit_picture({label: rescaled}, out / "fit.png", title=title),
+    ]
     if events.num_marks > 1:
         marks, counts = mark_confusion(run.model, events)
-        target = out / "marks.png"
-        made.append(confusion_picture(marks, counts, target, title=run_title(run.run), names=names))
+        made.append(confusion_picture(marks, counts, out / "marks.png", title=title, names=names))
     return made
 
 

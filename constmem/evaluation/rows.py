@@ -10,9 +10,9 @@ from statistics import mean
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin
 
+from constmem.core import MODELS
+from constmem.core import title_of as model_name
 from constmem.core.files import read_json
-from constmem.core.registry import MODELS
-from constmem.core.registry import title_of as model_name
 from constmem.data.catalogue import DATASETS
 from constmem.evaluation import Figure, Scores
 from constmem.evaluation.events import HITS, EventScores

@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
-from constmem.core import checks
+from constmem.core import checks, of_events
 from constmem.core.costs import Peak, progress
 from constmem.core.files import WEIGHTS, write_text
-from constmem.core.registry import of_events
-from constmem.data import EventLog, Events, Table, simulated
+from constmem.data import EventLog, Events, Hawkes, Table, simulated
 from constmem.data.catalogue import DATASETS, SECONDS
 from constmem.data.event_files import NONE, labelled_sequences
 from constmem.data.rows import free, writing
@@ -35,24 +34,6 @@ from constmem.training.log import read_metrics
 from constmem.training.recipes import read_recipe
 from constmem.training.sources import Source, open_source
 
-# What others report: data set -> (who, where, {column: figure}). Those of Taxi are under the protocol that we
-# follow too. The paper's are not: other splits, other units, and an RMSE of sums of errors.
-ELSEWHERE: dict[str, tuple[tuple[str, str, dict[str, float]], ...]] = {
-    "taxi": (
-        ("RMTPP", "published elsewhere", {"nll": -0.346}),
-        ("AttNHP", "published elsewhere", {"nll": -0.493}),
-        ("NHP", "published elsewhere", {"nll": -0.514}),
-        ("S2P2", "published elsewhere", {"nll": -0.522}),
-    ),
-    "mooc": (
-        ("THP", "the paper's, another protocol", {"nll": 0.267, "rmse": 0.202, "accuracy": 0.336}),
-        ("CMHP", "the paper's, another protocol", {"nll": -0.040, "rmse": 0.168, "accuracy": 0.237}),
-    ),
-    "reddit": (
-        ("THP", "the paper's, another protocol", {"nll": 0.268, "rmse": 0.238, "accuracy": 0.610}),
-        ("CMHP", "the paper's, another protocol", {"nll": 0.528, "rmse": 0.262, "accuracy": 0.609}),
-    ),
-}
 _log = logging.getLogger("constmem")
 
 
@@ -151,12 +132,17 @@ def _scored(model: Any, source: Source[Any], title: str) -> dict[str, Scores | E
     return found
 
 
+def true_process(dataset: str) -> Hawkes | None:
+    """The process that simulated a data set; None of other data."""
+    return simulated(dataset) if dataset in DATASETS and DATASETS[dataset].kind == "simulated" else None
+
+
 def _true_nll(dataset: str, source: Source[Any]) -> dict[str, float] | None:
     """NLL an event of the process that simulated the data: on average no model has a lower one."""
-    if dataset not in DATASETS or DATASETS[dataset].kind != "simulated":
+    if (process := true_process(dataset)) is None:
         return None
     known = {name: Events.cat(list(batches())).to("cpu") for name, batches in source.tests.items()}
-    return {name: -float(simulated(dataset).log_prob(events).mean) for name, events in known.items()}
+    return {name: -float(process.log_prob(events).mean) for name, events in known.items()}
 
 
 # Forecasts
@@ -229,14 +215,14 @@ def forecast_file(
             f"{run} is a run of {about['model']}, a model of points, which forecasts no events: use "
             f"NeuralProcess.from_pretrained({str(run)!r}) and its query"
         )
-    if path.suffix not in FILES:
+    if path.suffix.lower() not in FILES:
         raise ValueError(f"{path}: events to go on from are read from {', '.join(FILES)} files")
     model = PointProcess.from_pretrained(run, device=device).eval()
     own = own_data(run)
     labels = own.labels if isinstance(own, EventLog) else [str(i) for i in range(model.num_marks)]
     unit = model.unit or "second"
-    named = {**(about.get("columns") or {}), **{k: v for k, v in columns.items() if v is not None}}
-    named = {what: named.get(what) for what in ("user", "mark", "time")}
+    trained = about.get("columns") or {}
+    named = {what: columns.get(what) or trained.get(what) for what in ("user", "mark", "time")}
     read = labelled_sequences(path, named, unit, labels=labels)
     events = read.events(unit).to(model.device)
     clock = _clock(model, unit) if read.dated else float

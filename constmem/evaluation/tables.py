@@ -8,9 +8,8 @@ from typing import Any
 
 from constmem.core.files import write_text
 from constmem.data.catalogue import title_of
-from constmem.evaluation import Figure
+from constmem.evaluation import ELSEWHERE, Figure
 from constmem.evaluation.rows import OF_EVENTS, PHASES, Entry, Row, compare, json_text, read_rows
-from constmem.evaluation.runs import ELSEWHERE
 
 MORE = ("RMSE", "CRPS", "50 %", "90 %", "grey level")  # columns of points that are shown if asked for
 OF_MARKS = ("mark_nll", "accuracy", "accuracy_given_gap", "top5")

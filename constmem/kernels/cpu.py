@@ -25,23 +25,14 @@ from torch import Tensor
 
 from constmem.kernels.paths import NUMBER, POINTER, coarse, log, traced
 from constmem.kernels.paths import library as library  # tests put another in its place
-from constmem.kernels.reference import Slots, SlotsLse, contiguous
 
+Slots = Float[Tensor, "*h s c"]
+SlotsLse = Float[Tensor, "*h s"]
 LONGEST = 65_536  # points that running sums of float32 add up: of more, roundings of one kind would show
 VECTOR = 16  # channels of a head, and slots, are padded to a multiple of this
 _LOG2E = log2(torch.e)
 SHORT = "machine code found too little memory: take fewer points or tasks at a time"
 SMALLEST, LARGEST = 2**25, 2**29  # bytes of a result whose memory is kept for the next one
-
-
-class _Plan(ctypes.Structure):
-    """`Plan` of native.cpp: where weights lie, and their sizes."""
-
-    _fields_ = (
-        ("layers", NUMBER), ("weight", POINTER), ("bias", POINTER), ("widths", POINTER),
-        ("heads", NUMBER), ("slots", NUMBER), ("channels", NUMBER), ("queries", POINTER),
-        ("key", POINTER), ("key_shift", POINTER), ("value", POINTER), ("value_shift", POINTER),
-    )  # fmt: skip
 
 
 class Weights(NamedTuple):
@@ -62,19 +53,15 @@ class Plan:
     def __init__(self, weights: Weights, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
         heads, width, channels = weights.key.shape
         widths = [layers[0][0].shape[1] if layers else width, *(w.shape[0] for w, _ in layers)]
-        addresses = POINTER * len(layers)
-        parts = (
-            addresses(*(weight.data_ptr() for weight, _ in layers)),
-            addresses(*(bias.data_ptr() for _, bias in layers)),
-            (NUMBER * len(widths))(*widths),
-        )
-        where = [ctypes.cast(part, POINTER) for part in parts]
+        where = ((weight.data_ptr() for weight, _ in layers), (bias.data_ptr() for _, bias in layers))
+        parts = [array("q", numbers) for numbers in (*where, widths)]
+        places = (part.buffer_info()[0] for part in parts)
         sizes = heads, weights.slots, channels
-        content = _Plan(len(layers), *where, *sizes, *(t.data_ptr() for t in weights[:5]))
-        self.pointer = ctypes.byref(content)
+        content = array("q", (len(layers), *places, *sizes, *(t.data_ptr() for t in weights[:5])))
+        self.pointer = content.buffer_info()[0]  # of `Plan` of native_tile.h
         self.shape, self.numbers, self.weights = sizes, prod(sizes), weights
         self.halves = _halves()  # as is asked for now: settings that change get another plan
-        self._kept = layers, parts  # what the addresses point to
+        self._kept = layers, parts, content  # what the addresses point to
 
 
 def pack(
@@ -148,6 +135,15 @@ def observe(
     return value[..., : plan.weights.channels], lse
 
 
+def contiguous(
+    value: Slots, lse: SlotsLse, other_value: Slots, other_lse: SlotsLse
+) -> tuple[Slots, SlotsLse, Float[Tensor, "*h _s c"], SlotsLse]:
+    """Two states to merge as they are read: of one point, whose value all slots share, it is there once."""
+    shared = other_value.stride(-2) == 0 and other_value.shape[-2] > 1
+    other_value = other_value[..., :1, :] if shared else other_value
+    return value.contiguous(), lse.contiguous(), other_value.contiguous(), other_lse.contiguous()
+
+
 def merge(value: Slots, lse: SlotsLse, other_value: Slots, other_lse: SlotsLse) -> tuple[Slots, SlotsLse]:
     """The algebra's `merge` of float64 tensors in one pass."""
     value, lse, other_value, other_lse = contiguous(value, lse, other_value, other_lse)
@@ -215,19 +211,6 @@ def update(
         torch.get_num_threads(), merged.data_ptr(), merged_lse.data_ptr(),
     )  # fmt: skip
     return (merged, merged_lse) if taken else None
-
-
-def merges(*tensors: Tensor) -> bool:
-    """Whether `merge` can take these: float64 on a CPU, of one shape, no gradient, nothing traced."""
-    value, lse, other_value, other_lse = tensors
-    return (
-        value.dtype == other_value.dtype == lse.dtype == other_lse.dtype == torch.float64
-        and value.device.type == "cpu"
-        and value.shape == other_value.shape
-        and value.shape[:-1] == lse.shape == other_lse.shape  # machine code checks no sizes
-        and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-        and usable()
-    )
 
 
 def checksum(tensors: Sequence[Tensor]) -> Callable[[], int]:

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from constmem.kernels.cpu import Slots, SlotsLse, contiguous
 from constmem.kernels.paths import GPU, coarse, traced
-from constmem.kernels.reference import Absorbed, Slots, SlotsLse, contiguous
 
 WIDEST = {"half": 128, "tf32": 64, "exact": 64}  # channels of a token
 ROWS = 128  # slots are padded to a multiple of this
@@ -30,6 +30,33 @@ FEWEST = 16  # states up to which every program that merges embeds the point its
 PROGRAMS = 8  # that merge, on a multiprocessor
 CHUNK = 2**19  # points a model observes at a time
 _LARGEST_HALF = 3e4
+
+
+class Absorbed(NamedTuple):
+    """All that meets normalised tokens: rows whose products with them are scores, and what makes values."""
+
+    rows: Float[Tensor, "s d"]  # q Wk of all slots of all heads
+    score: Float[Tensor, " s"]  # what the shift of keys adds to every score
+    project: Float[Tensor, "h c d"]  # from mean tokens to values
+    shift: Float[Tensor, "h c"]
+
+    @property
+    def single(self) -> tuple[Float[Tensor, "sv d"], Float[Tensor, " sv"]]:
+        """Scores and values of a token by one product."""
+        weight = torch.cat([self.rows, self.project.flatten(0, 1)])
+        return weight, torch.cat([self.score, self.shift.flatten()])
+
+
+def absorb(
+    queries: Float[Tensor, "*depth h s c"], weight: Float[Tensor, "kv d"], shift: Float[Tensor, " kv"]
+) -> Absorbed:
+    """Queries, and the projection to keys and values of all heads, as tokens meet them; differentiable."""
+    queries = queries.flatten(0, -3)
+    heads, _, channels = queries.shape
+    (key, value), (key_shift, value_shift) = weight.chunk(2), shift.chunk(2)
+    rows = (queries @ key.unflatten(0, (heads, channels))).flatten(0, 1)
+    score = (queries @ key_shift.view(heads, channels, 1)).flatten()
+    return Absorbed(rows, score, value.unflatten(0, (heads, channels)), value_shift.view(heads, channels))
 
 
 class Plan(NamedTuple):
@@ -53,46 +80,41 @@ def usable(device: torch.device) -> bool:
     return able(device.index)
 
 
+@functools.cache
 def able(index: int | None) -> bool:
-    """Whether kernels are wanted, can be imported, and are known to run on that GPU."""
-    return _able(index) and observing() is not None
+    """Whether kernels are known to run on that GPU, are wanted, and can be imported."""
+    found = torch.cuda.get_device_capability(index)
+    if found < OLDEST:
+        GPU.unfit(f"its compute capability is {found}, and {OLDEST} is needed")
+        return False
+    if os.environ.get("CONSTMEM_NATIVE", "1") == "0":
+        return False
+    try:
+        triton("observe")
+    except Exception as error:  # Triton's import can fail in many ways, none of which must stop anybody
+        GPU.unfit(f"{type(error).__name__}: {error}")
+        return False
+    return True
+
+
+@functools.cache
+def triton(name: str) -> Any:
+    """A module of kernels, imported when it is first needed."""
+    return importlib.import_module(f"constmem.kernels.triton_{name}")
+
+
+_FOUND = able, triton  # which GPUs and kernels
+
+
+def forget() -> None:
+    """Forget which kernels and GPUs were found."""
+    for known in _FOUND:
+        known.cache_clear()
 
 
 def place(index: int | None) -> torch.device:
     """The GPU of that index."""
     return torch.device("cuda") if index is None else torch.device("cuda", index)
-
-
-@functools.cache
-def _able(index: int | None) -> bool:
-    found = torch.cuda.get_device_capability(index)
-    if found < OLDEST:
-        GPU.unfit(f"its compute capability is {found}, and {OLDEST} is needed")
-    return found >= OLDEST
-
-
-@functools.cache
-def observing() -> Any:
-    """The module of kernels; None, after one line in the log, where it cannot be imported."""
-    if os.environ.get("CONSTMEM_NATIVE", "1") == "0":
-        return None
-    try:
-        return importlib.import_module("constmem.kernels.triton_observe")
-    except Exception as error:  # Triton's import can fail in many ways, none of which must stop anybody
-        GPU.unfit(f"{type(error).__name__}: {error}")
-        return None
-
-
-@functools.cache
-def merging() -> Any:
-    """The module of kernels that merge, where the others could be imported."""
-    return importlib.import_module("constmem.kernels.triton_states")
-
-
-def forget() -> None:
-    """Forget which kernels and GPUs were found."""
-    for known in (_able, observing):
-        known.cache_clear()
 
 
 def precision_of(dtype: torch.dtype) -> str | None:
@@ -125,7 +147,7 @@ def plan(absorbed: Absorbed, layers: Sequence[tuple[Tensor, Tensor]], precision:
         GPU.unfit(f"tokens or an embedding of {d} channels, more than {WIDEST[precision]} in {precision!r}")
         return None
     operands = torch.float16 if precision == "half" else torch.float32
-    embedding, bias = _square(_turned(layers, turn), d, double=precision == "exact")
+    embedding, bias = _embedding(layers, turn, d, double=precision == "exact")
     return Plan(
         precision, embedding, bias,
         F.pad(rows, (0, d - width, 0, -len(rows) % ROWS)).to(operands).contiguous(), absorbed.score,
@@ -144,20 +166,18 @@ def turn_of(width: int, device: torch.device) -> Float[Tensor, "d d"]:
     return turn
 
 
-def _turned(layers: Sequence[tuple[Tensor, Tensor]], turn: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The layers of an embedding in float64, the last of which turns its tokens; without any, that alone."""
-    if not layers:
-        return [(turn, turn.new_zeros(len(turn)))]
-    *before, (weight, bias) = [(w.detach().double(), b.detach().double()) for w, b in layers]
-    return [*before, (turn @ weight, turn @ bias)]
-
-
-def _square(
-    layers: Sequence[tuple[Tensor, Tensor]], d: int, *, double: bool
+def _embedding(
+    layers: Sequence[tuple[Tensor, Tensor]], turn: Tensor, d: int, *, double: bool
 ) -> tuple[Float[Tensor, "l d d"], Float[Tensor, "l d"]]:
-    """The layers of an embedding as (in, out), padded to one square size."""
-    weights = torch.stack([F.pad(w.T, (0, d - w.shape[0], 0, d - w.shape[1])) for w, _ in layers])
-    biases = torch.stack([F.pad(b, (0, d - b.shape[0])) for _, b in layers])
+    """Its layers as (in, out), padded to one square size; the last turns its tokens, or an only one does."""
+    given = [(w.detach().double(), b.detach().double()) for w, b in layers]
+    last = turn, turn.new_zeros(len(turn))
+    if given:
+        weight, bias = given.pop()
+        last = turn @ weight, turn @ bias
+    given.append(last)
+    weights = torch.stack([F.pad(w.T, (0, d - w.shape[0], 0, d - w.shape[1])) for w, _ in given])
+    biases = torch.stack([F.pad(b, (0, d - b.shape[0])) for _, b in given])
     return (weights, biases) if double else (weights.float(), biases.float())
 
 
@@ -179,7 +199,7 @@ def extended(
     """
     embedded = len(data) > FEWEST
     points = normed_tokens(plan, data[:, 0]) if embedded else data.contiguous()
-    found: tuple[Tensor, Tensor] = merging().extended(
+    found: tuple[Tensor, Tensor] = triton("states").extended(
         points, (plan.embedding, plan.embedding_bias), plan.single, value.contiguous(), lse.contiguous(),
         PROGRAMS * multiprocessors(data.device), embedded=embedded, check=check,
     )  # fmt: skip
@@ -188,7 +208,7 @@ def extended(
 
 def operands(plan: Plan, points: Float[Tensor, "b n i"]) -> Float[Tensor, "b n d"]:
     """Tokens as the softmax meets them: turned, rounded, the last channel one."""
-    precision = observing().PRECISIONS[plan.precision]
+    precision = triton("observe").PRECISIONS[plan.precision]
     b, n, inputs = points.shape
     tokens = torch.empty(b, n, plan.embedding.shape[-1], dtype=precision.operands, device=points.device)
     _embed(plan, points.reshape(-1, inputs).contiguous(), tokens.view(b * n, -1), precision.embedding)
@@ -196,7 +216,7 @@ def operands(plan: Plan, points: Float[Tensor, "b n i"]) -> Float[Tensor, "b n d
 
 
 def _embed(plan: Plan, points: Tensor, tokens: Tensor, products: str) -> None:
-    observing().tokens_of(
+    triton("observe").tokens_of(
         points, plan.embedding, plan.embedding_bias, tokens, width=plan.width, products=products
     )
 
@@ -223,7 +243,7 @@ def observe(
 ) -> tuple[Float[Tensor, "b h s c"], Float[Tensor, "b h s"]]:
     """Value and lse of each task's points in float64; points of bias `EMPTY` are left out."""
     heads, channels, d = plan.project.shape
-    kernels = observing()
+    kernels = triton("observe")
     precision = kernels.PRECISIONS[plan.precision]
     shape = len(data), heads, len(plan.score) // heads
     value = torch.empty(*shape, channels, dtype=torch.float64, device=data.device)
@@ -256,7 +276,7 @@ def _partial(
         extra = None if bias is None else bias[:, start : start + step].contiguous()
         _embed(plan, here, tokens, precision.embedding)
         points = len(here) // b
-        observing().softmax(
+        triton("observe").softmax(
             tokens, extra, plan.absorbed, partial, points=points, first=start == 0, precision=precision
         )
     return partial
@@ -267,21 +287,7 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def merges(*tensors: Tensor) -> bool:
-    """Whether `merge` can take these: float64 on a GPU, of one shape, no gradient, nothing traced."""
-    value, lse, other_value, other_lse = tensors
-    return (
-        value.device.type == "cuda"
-        and value.dtype == other_value.dtype == lse.dtype == other_lse.dtype == torch.float64
-        and value.shape == other_value.shape
-        and value.shape[:-1] == lse.shape == other_lse.shape  # kernels check no sizes
-        and value.shape[-1] <= WIDEST["half"]
-        and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-        and usable(value.device)
-    )
-
-
 def merge(value: Slots, lse: SlotsLse, other_value: Slots, other_lse: SlotsLse) -> tuple[Slots, SlotsLse]:
     """The algebra's `merge` of float64 tensors in one launch."""
-    found: tuple[Tensor, Tensor] = merging().merge(*contiguous(value, lse, other_value, other_lse))
+    found: tuple[Tensor, Tensor] = triton("states").merge(*contiguous(value, lse, other_value, other_lse))
     return found

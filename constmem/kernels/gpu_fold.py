@@ -11,7 +11,6 @@ the kernels and their formulas). They are rehearsed once in each width and preci
 """
 
 import functools
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import log, log2, sqrt
 from typing import Any, NamedTuple
@@ -22,17 +21,32 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from constmem.kernels import gpu
+from constmem.kernels.operators import EMPTY
 from constmem.kernels.paths import FOLD
-from constmem.kernels.reference import EMPTY, Absorbed, Chunk, absorb, accumulate, joined
 
 LEAST = 2**14  # points of a task: of fewer, mean tokens are no longer small against them
 FORWARD, BACKWARD = 2**18, 2**16  # points handled at a time, where one chunk has no more
 LONGEST = 2**23  # points of a chunk: its numbers are counted by 32 bits
 MOST = 2**16 - 1  # tasks: of programs, a GPU takes no more along one axis
 NOTHING = EMPTY / 2  # a log-normaliser below this has seen nothing
+Chunk = tuple[Tensor, Tensor, Tensor | None]  # x, y, mask
 Exact = Callable[[], tuple[Tensor, Tensor, Tensor]]
 Layers = Sequence[tuple[Tensor, Tensor]]
 Embed = Callable[[Tensor, Iterable[tuple[Tensor, Tensor]]], Tensor]  # points through layers, differentiable
+
+
+def joined(*chunks: Chunk) -> Chunk:
+    """Concatenate chunks; there is a mask if any of them has one."""
+    if len(chunks) == 1:
+        return chunks[0]
+    xs, ys, masks = zip(*chunks, strict=True)
+    if all(mask is None for mask in masks):
+        return torch.cat(xs, 1), torch.cat(ys, 1), None
+    filled = [
+        torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
+        for x, mask in zip(xs, masks, strict=True)
+    ]
+    return torch.cat(xs, 1), torch.cat(ys, 1), torch.cat(filled, 1)
 
 
 def fold(
@@ -72,7 +86,7 @@ def _folded(
     exact: tuple[Tensor, Tensor, Tensor], layers: Layers, chunks: list[Chunk], embed: Embed
 ) -> tuple[Tensor, Tensor] | None:
     queries = exact[0].flatten(0, -3)  # (h, s, c), of all blocks
-    absorbed = absorb(queries, *exact[1:])
+    absorbed = gpu.absorb(queries, *exact[1:])
     plan = _plan(absorbed.rows.detach(), layers)
     if plan is None or not rehearsed(plan.absorbed.shape[1], plan.precision, queries.device):
         return None
@@ -88,7 +102,7 @@ def _plan(rows: Float[Tensor, "s d"], layers: Layers) -> gpu.Plan | None:
     """How the kernels take mean tokens: as values that are not projected."""
     slots, width = rows.shape
     eye = torch.eye(width, dtype=rows.dtype, device=rows.device)
-    given = Absorbed(rows, rows.new_zeros(slots), eye[None], rows.new_zeros(1, width))
+    given = gpu.Absorbed(rows, rows.new_zeros(slots), eye[None], rows.new_zeros(1, width))
     return gpu.plan(given, layers, gpu.precision_of(torch.float32) or "exact")
 
 
@@ -97,7 +111,7 @@ def rehearsed(d: int, precision: str, device: torch.device) -> bool:
 
     def work() -> None:
         new = functools.partial(torch.zeros, dtype=torch.float64, device=device)
-        plan = gpu.plan(Absorbed(new(1, d), new(1), new(1, d, d), new(1, d)), [], precision)
+        plan = gpu.plan(gpu.Absorbed(new(1, d), new(1), new(1, d, d), new(1, d)), [], precision)
         assert plan is not None  # others of this width were made
         given = whole(plan, new(1, 1, d), new(1, 1), new(1, 1, d), new(1, 1))
         points = new(1, 129, d).float()
@@ -191,25 +205,16 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Those of rows, where they are wanted, and of the leaves that are."""
     weights, chunks = _divided(leaves, masks)
-    grads: dict[int, Tensor] = {}
-    for group in _groups(chunks, BACKWARD):
-        accumulate(grads, _part_backward(whole, weights, group, embed, rows=rows))
-    grad_rows = gradient_of_rows(whole) if rows else None
-    return [grad_rows, *(grads.get(id(leaf)) for leaf in leaves)]
-
-
-def _part_backward(
-    whole: "Whole", weights: Sequence[Tensor], group: list[Chunk], embed: Embed, *, rows: bool
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Gradients of the leaves some chunks depend on, as a part of the whole softmax."""
-    leaves = *weights, *(t for x, y, _ in group for t in (x, y))
-    wanted = [t for t in leaves if t.requires_grad]
-    with torch.enable_grad():
-        points, mask = _points(group)
-        layers = zip(weights[::2], weights[1::2], strict=True)
-        h = [F.layer_norm(embed(points, layers), (whole.plan.width,))] if wanted else []
-    grad = part(whole, points.detach(), mask, rows=rows, tokens=bool(wanted))
-    return zip(wanted, torch.autograd.grad(h, wanted, [grad]) if wanted else (), strict=True)
+    for group in _groups(chunks, BACKWARD):  # each is a part of the whole softmax
+        wanted = [t for t in (*weights, *(t for x, y, _ in group for t in (x, y))) if t.requires_grad]
+        with torch.enable_grad():
+            points, mask = _points(group)
+            layers = zip(weights[::2], weights[1::2], strict=True)
+            h = F.layer_norm(embed(points, layers), (whole.plan.width,)) if wanted else points
+        grad = part(whole, points.detach(), mask, rows=rows, tokens=bool(wanted))
+        if wanted:
+            torch.autograd.backward([h], [grad], inputs=wanted)  # adds them up
+    return [gradient_of_rows(whole) if rows else None, *(leaf.grad for leaf in leaves)]
 
 
 class Whole(NamedTuple):
@@ -232,11 +237,6 @@ class Whole(NamedTuple):
     sums: Float[Tensor, "b p r d"]  # gradients of rows so far, in float64
 
 
-@functools.cache
-def _kernels() -> Any:
-    return importlib.import_module("constmem.kernels.triton_gradients")
-
-
 def whole(
     plan: gpu.Plan,
     mean: Float[Tensor, "b s w"],
@@ -245,7 +245,7 @@ def whole(
     grad_lse: Float[Tensor, "b s"],
 ) -> Whole:
     """Mean tokens and lse over all points, in float64 like their gradients, as `plan` gave them."""
-    kernels = _kernels()
+    kernels = gpu.triton("gradients")
     precision = kernels.PRECISIONS[plan.precision]
     b, slots, width = mean.shape
     rows, d = plan.absorbed.shape
@@ -278,7 +278,7 @@ def part(
     tokens: bool,
 ) -> Float[Tensor, "b n w"] | None:
     """Add what some points have to do with the gradients of rows; give those of their normalised tokens."""
-    kernels = _kernels()
+    kernels = gpu.triton("gradients")
     given = gpu.operands(whole.plan, points)
     mask = None if mask is None else mask.contiguous()
     common = given, mask, whole.plan.absorbed, whole.grad
@@ -296,5 +296,5 @@ def gradient_of_rows(whole: Whole) -> Float[Tensor, "s w"]:
     """That of all parts together, in float64."""
     slots, width = whole.size.shape[1], len(whole.turn)
     sums = whole.sums.sum(1)[:, :slots, :width] @ whole.turn
-    found: Tensor = (sums * whole.size[..., None]).sum(0) * 2.0 ** -_kernels().LIFT
+    found: Tensor = (sums * whole.size[..., None]).sum(0) * 2.0 ** -gpu.triton("gradients").LIFT
     return found

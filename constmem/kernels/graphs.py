@@ -1,4 +1,4 @@
-"""Work of small launches on a GPU, captured in a CUDA graph when it comes again, and replayed.
+"""Small launches on a GPU captured in a CUDA graph when they come again: a model's work, checksums of memory.
 
 A graph reads weights where they lie, so training in place is seen; it is captured again for other shapes,
 other precisions and weights that lie elsewhere. What it returns is a copy: nothing a caller holds is ever
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from constmem.kernels import gpu
+from constmem.kernels import cpu, gpu
 from constmem.kernels.paths import CAPTURED, CHECKSUM, GRAPHS
 
 LARGEST = 2**22  # numbers given: beyond, launches are no longer what takes the time
@@ -119,7 +119,7 @@ class Checksum:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        kernels, before, device = gpu.merging(), 0, tensors[0].device
+        kernels, before, device = gpu.triton("states"), 0, tensors[0].device
         word = gcd(4, *(t.data_ptr() for t in tensors), *(t.nbytes for t in tensors))  # bytes
         rows: list[tuple[int, int, int]] = []
         for t in tensors:
@@ -157,7 +157,7 @@ class Checksum:
         if not self._deferred or self._table.device != device or numbers > NUMBERS:
             return None
         self._deferred = False
-        return gpu.merging().Check(self._table, self._bits, self._here, self._numbers)
+        return gpu.triton("states").Check(self._table, self._bits, self._here, self._numbers)
 
     def numbers(self, count: int) -> list[float]:
         """Those of points, as that launch has copied them."""
@@ -195,8 +195,19 @@ class Checksum:
             torch.cuda.current_stream(self._table.device).synchronize()
 
     def _launch(self) -> None:
-        gpu.merging().checksum(self._table, self._bits, self._sums)
+        gpu.triton("states").checksum(self._table, self._bits, self._sums)
         self._here.copy_(self._sums, non_blocking=True)
+
+
+def checksum(tensors: Sequence[Tensor]) -> Callable[[], int | None] | None:
+    """What finds a number that changes with any bit of these; None where nothing can."""
+    where = {t.device for t in tensors}
+    able = len(where) == 1 and all(t.is_contiguous() for t in tensors)
+    if not able or not all(t.data_ptr() or t.numel() == 0 for t in tensors):  # memory was given back
+        return None
+    if gpu.usable(device := where.pop()):
+        return None if CHECKSUM.failed else CHECKSUM.attempt(lambda: Checksum(tensors))
+    return cpu.checksum(tensors) if device.type == "cpu" and cpu.usable() else None
 
 
 def _weights(module: nn.Module) -> Iterator[Tensor]:

@@ -6,7 +6,6 @@ operators serve where that fails, where exact products are asked for, on other d
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -97,11 +96,6 @@ def _define(name: str, arguments: str, results: str) -> Callable[[Callable[..., 
     return torch.library.custom_op(f"constmem::{name}", mutates_args=(), schema=schema)
 
 
-@functools.cache
-def _kernels(name: str) -> Any:
-    return importlib.import_module(f"constmem.kernels.triton_{name}")
-
-
 def feed_forward(
     x: Float[Tensor, "*b d"], scale: Float[Tensor, " d"], shift: Float[Tensor, " d"],
     expand: Float[Tensor, "hh d"], expand_bias: Float[Tensor, " hh"], contract: Float[Tensor, "d h"],
@@ -143,7 +137,7 @@ def _feed(x: Tensor, *rest: Any) -> Tensor:
     *weights, eps, normed, half = rest
     x = x.contiguous()
     out, also = torch.empty_like(x), {"eps": eps, "normed": normed, "half": half}
-    _kernels("feed_forward").forward(x, weights, out, tile=TILE, programs=_shared(x, 1), **also)
+    gpu.triton("feed_forward").forward(x, weights, out, tile=TILE, programs=_shared(x, 1), **also)
     return out
 
 
@@ -152,7 +146,7 @@ def _feed_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor,
     *weights, eps, normed, half = rest
     x = x.contiguous()
     grad_x, partial = torch.empty_like(x), _feed_empty(x, weights[2])
-    _kernels("feed_forward").backward(
+    gpu.triton("feed_forward").backward(
         x, weights, grad.contiguous(), grad_x, *partial, tile=TILE, programs=_shared(x, 1),
         piece=min(PIECE, weights[4].shape[1]), eps=eps, normed=normed, half=half,
     )  # fmt: skip
@@ -236,7 +230,7 @@ def _attention(x: Tensor, y: Tensor | None, mask: Tensor | None, *rest: Any) -> 
     norm_y = (scale, shift) if y is None else (y_scale, y_shift)
     x, y, mask = _contiguous(x, y, mask)
     out, own = torch.empty_like(x), [scale, shift, *norm_y, *weights]
-    _kernels("attention").forward(x, y, mask, own, out, heads=heads, eps=eps, normed=normed, half=half)
+    gpu.triton("attention").forward(x, y, mask, own, out, heads=heads, eps=eps, normed=normed, half=half)
     return out
 
 
@@ -254,7 +248,7 @@ def _attention_backward(
     grad: Tensor, x: Tensor, y: Tensor | None, mask: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
     scale, shift, y_scale, y_shift, query, key_value, project, heads, eps, normed, half = rest
-    own, kernels = y is None, _kernels("attention")
+    own, kernels = y is None, gpu.triton("attention")
     norms = scale, shift, *((scale, shift) if own else (y_scale, y_shift))
     found = grad_x, grad_y, vectors, vectors_y, squares = _attention_empty(x, y)
     x, y, mask = _contiguous(x, y, mask)

@@ -236,13 +236,9 @@ def _outer(
     """The gradient of one square weight over some of the rows: q's, out's, k's or v's."""
     piece, ds = tl.program_id(0), tl.arange(0, D)
     if piece == 0:
-        found = _product(
-            grad_q, x, scale, shift, asking, eps, 0, D, True, OPERANDS, PRODUCTS, D, T
-        )  # fmt: skip
+        found = _product(grad_q, x, scale, shift, asking, eps, 0, D, True, OPERANDS, PRODUCTS, D, T)
     elif piece == 1:
-        found = _product(
-            grad, values, scale, shift, asking, eps, 0, D, False, OPERANDS, PRODUCTS, D, T
-        )  # fmt: skip
+        found = _product(grad, values, scale, shift, asking, eps, 0, D, False, OPERANDS, PRODUCTS, D, T)
     else:
         found = _product(
             grad_kv, y, y_scale, y_shift, answering, eps, (piece - 2) * D, 2 * D, True, OPERANDS, PRODUCTS,

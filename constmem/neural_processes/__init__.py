@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from constmem.core import registry
+from constmem import core
 from constmem.core.fold import ConditioningError
 from constmem.neural_processes.base import NeuralProcess
 from constmem.neural_processes.cmanp import CMANP
@@ -13,7 +13,7 @@ from constmem.neural_processes.states import StoredPoints
 from constmem.neural_processes.transformers import EQTNP, LBANP, TNPD
 
 MODELS: dict[str, type[NeuralProcess[Any, Any]]] = {
-    name: globals()[registry.MODELS[name].kind] for name in registry.POINTS
+    name: globals()[core.MODELS[name].kind] for name in core.POINTS
 }
 
 __all__ = [

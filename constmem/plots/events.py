@@ -49,7 +49,8 @@ def sequence_picture(timeline: Timeline, gap: Any, path: AnyPath, *, title: str,
     real = timeline.gaps
     shown = timeline.last(most)
     place = torch.arange(len(real))[shown]
-    gaps = real[shown].clamp_min(_smallest(real))
+    positive = real[real > 0]  # simultaneous events are shown at the shortest of these
+    gaps = real[shown].clamp_min(float(positive.min()) if len(positive) else 1.0)
     quantiles = {level: _quantile(gap, level)[shown] for level in LEVELS}
     low = torch.minimum(gaps, quantiles[0.05]).min().item() / 2
     high = torch.maximum(gaps, quantiles[0.95]).max().item() * 2
@@ -202,12 +203,6 @@ def _hazard_axis(hazard: Float64[Tensor, "n g"], gaps: Float64[Tensor, " n"]) ->
         return {"ylim": (0, None)}
     silence = hazard[gaps.argmax(), -1]
     return {"yscale": "log", "ylim": (min(float(silence), float(hazard.quantile(0.03))) / 2, highest * 2)}
-
-
-def _smallest(gaps: Tensor) -> float:
-    """The shortest positive gap: what simultaneous events are shown at on a logarithmic axis."""
-    positive = gaps[gaps > 0]
-    return float(positive.min()) if len(positive) else 1.0
 
 
 def _clock(timeline: Timeline, shown: slice) -> Clock:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from constmem.core import registry
+from constmem import core
 from constmem.point_processes.base import PointProcess, Transition
 from constmem.point_processes.baselines import GRU, THP, Trivial
 from constmem.point_processes.cmhp import CMHP
@@ -24,6 +24,4 @@ __all__ = [
     "Trivial",
 ]
 
-MODELS: dict[str, type[PointProcess[Any]]] = {
-    name: globals()[registry.MODELS[name].kind] for name in registry.EVENTS
-}
+MODELS: dict[str, type[PointProcess[Any]]] = {name: globals()[core.MODELS[name].kind] for name in core.EVENTS}

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from constmem import kernels
-from constmem.core import checks
+from constmem.core import EVENTS, checks
 from constmem.core.files import CONFIG, home_of, read_config
-from constmem.core.registry import EVENTS
 from constmem.neural_processes import CMANP, NeuralProcess
 from constmem.point_processes import PointProcess
 

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from copy import copy
 from functools import wraps
 from threading import RLock
-from typing import Any, Concatenate, ParamSpec, TypeVar, get_args
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -25,12 +25,12 @@ from constmem.tabular.answers import Answer, Shape, Weights
 from constmem.tabular.columns import Columns
 from constmem.tabular.features import SIZE, Features
 from constmem.tabular.forgetting import Forgetting
-from constmem.tabular.frames import MOMENT, Frame, Kind
+from constmem.tabular.frames import Frame
 from constmem.tabular.inputs import frame_of
 from constmem.tabular.learner import Learner
 from constmem.tabular.residuals import Residuals, shipped
 
-_NAMES = ("feature_names_in_", "target_names_")
+_NAMES = {"feature_names_in_", "target_names_"}
 KIND = "constmem.tabular"
 VERSION = 1
 DAMAGE = (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError, ArithmeticError)
@@ -87,12 +87,14 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
         for name, value, least in (("warmup", self.warmup, 1), ("size", self.size or SIZE, 16)):
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
                 raise ValueError(f"{name}={value!r}: a whole number of at least {least} is needed")
+        if not isinstance(pretrained := getattr(self, "pretrained", False), bool | np.bool_):
+            raise ValueError(f"pretrained={pretrained!r}: True or False is needed")
         seed = self.random_state
         if not isinstance(seed, int | np.integer) or seed < 0:
             seed = check_random_state(seed).randint(2**31)  # which refuses what is no seed
         return Learner(
             discrete=self._discrete, forgetting=Forgetting.of(self.forget), warmup=int(self.warmup),
-            size=int(self.size or SIZE), seed=int(seed), pretrained=bool(getattr(self, "pretrained", False)),
+            size=int(self.size or SIZE), seed=int(seed), pretrained=bool(pretrained),
         )  # fmt: skip
 
     def __sklearn_is_fitted__(self) -> bool:
@@ -109,7 +111,7 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
         if freeze:
             learner.freeze(frame, y)
         learner.learn(frame, y)
-        if not hasattr(self, "learner_") or self.learner_ is not learner:
+        if freeze or not hasattr(self, "learner_"):
             self.n_features_in_ = len(frame.kinds)
             if frame.names is not None:
                 self.feature_names_in_ = np.array(frame.names, dtype=object)
@@ -185,11 +187,13 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
         params = {name: value.item() if isinstance(value, np.generic) else value for name, value in given}
         if not isinstance(params["random_state"], int | type(None)):
             params["random_state"] = self.learner_.seed
-        about = {
+        header, tensors = _written(self.learner_)
+        header["about"] = {
             "class": type(self).__name__, "params": params, "forget": params["forget"],
             "features": self.n_features_in_, "names": names, **self._about(),
         }  # fmt: skip
-        save(self.learner_, path, about)
+        words = {"format": KIND, "version": str(VERSION), "content": json.dumps(header)}
+        write_tensors(path, tensors, words)
 
     def _about(self) -> dict[str, Any]:
         return {}
@@ -197,17 +201,20 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Any:
         """Read an estimator that `save` wrote."""
-        learner, about = load(path)
+        return cls.of(path, *load(path))
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str], learner: Learner, about: dict[str, Any]) -> Any:
+        """The estimator that `load` has read of a file."""
         if about.get("class") != cls.__name__:
             raise ValueError(f"{path} holds a {about.get('class')}, not a {cls.__name__}: load it as such")
         known = inspect.signature(cls.__init__).parameters
         try:
             made = cls(**{name: value for name, value in about["params"].items() if name in known})
             made.learner_, made.n_features_in_ = learner, about["features"]
-            for name in _NAMES:
-                if name in about["names"]:
-                    found = about["names"][name]
-                    setattr(made, name, np.array(found, object) if name == "feature_names_in_" else found)
+            for name in _NAMES & about["names"].keys():
+                found = about["names"][name]
+                setattr(made, name, np.array(found, object) if name == "feature_names_in_" else found)
             made._restore(about)
         except DAMAGE as error:
             raise _damaged(path, error) from error
@@ -217,11 +224,11 @@ class StreamingEstimator(BaseEstimator):  # type: ignore[misc]
         pass
 
 
-def save(learner: Learner, path: str | os.PathLike[str], about: dict[str, Any]) -> None:
-    """Write a learner, atomically, and what else `load` shall give back."""
+def _written(learner: Learner) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """All that a learner is made of: what JSON holds, and tensors by name."""
     memory, columns, rows = learner.memory, learner.columns, learner.warm_up_rows
     given = {name: getattr(learner, name) for name in ("discrete", "warmup", "size", "seed")}
-    header: dict[str, Any] = {"about": about, "learner": given, "columns": None, "rows": None}
+    header: dict[str, Any] = {"learner": given, "columns": None, "rows": None}
     header["pretrained"] = learner.pretrained
     tensors: dict[str, Tensor] = {}
     if columns is not None and memory is not None:
@@ -235,16 +242,13 @@ def save(learner: Learner, path: str | os.PathLike[str], about: dict[str, Any]) 
         tensors |= {"center": torch.from_numpy(learner.center), "scale": torch.from_numpy(learner.scale)}
     elif rows is not None:
         frame, y = rows
-        others = {i: column.astype(np.int64).tolist() if column.dtype.kind == "M" else column.tolist()
-                  for i, column in frame.others.items()}  # fmt: skip
-        header["rows"] = {"names": frame.names, "kinds": frame.kinds, "others": others}
+        header["rows"] = frame.written()
         tensors |= {"rows.values": torch.from_numpy(frame.values), "rows.y": torch.from_numpy(y)}
-    words = {"format": KIND, "version": str(VERSION), "content": json.dumps(header)}
-    write_tensors(path, tensors, words)
+    return header, tensors
 
 
 def load(path: str | os.PathLike[str]) -> tuple[Learner, dict[str, Any]]:
-    """Read what `save` wrote: the learner, and what was given beside it."""
+    """Read what `save` wrote: the learner, and what is said of the estimator."""
     tensors, words = read_tensors(path, kind=KIND, version=VERSION)
     try:
         with torch.device("cpu"):  # whatever new tensors usually are
@@ -274,26 +278,11 @@ def _learner(header: dict[str, Any], tensors: dict[str, Tensor]) -> Learner:
         assert learner.memory is not None
         learner.memory.restore(_part(tensors, "memory."))
     elif header["rows"] is not None:
-        about = header["rows"]
-        others = {int(i): np.array([*column, None], object)[:-1] for i, column in about["others"].items()}
-        for i, column in others.items():
-            if about["kinds"][i] == "date":
-                others[i] = column.astype(np.int64).astype(MOMENT)
-        names = None if about["names"] is None else tuple(about["names"])
         values, y = (tensors[name].numpy().copy() for name in ("rows.values", "rows.y"))
-        _require_fitting(about["kinds"], names, values, y, others)
-        learner.learn(Frame(names, tuple(about["kinds"]), values, others), y)
+        if len(y) != len(values):
+            raise ValueError(f"holds {len(values)} rows, and targets of {len(y)}")
+        learner.learn(Frame.of(header["rows"], values), y)
     return learner
-
-
-def _require_fitting(kinds: list[Any], names: Any, values: Any, y: Any, others: dict[int, Any]) -> None:
-    """Refuse rows of a warm-up that no frame can have."""
-    wide = {len(kinds), values.shape[1], len(names or kinds)}
-    if len({len(values), len(y), *map(len, others.values())}) > 1 or len(wide) > 1:
-        raise ValueError("holds rows and columns that do not fit each other")
-    words = {type(value) for i, column in others.items() for value in column if kinds[i] == "text"}
-    if not set(kinds) <= set(get_args(Kind)) or not words <= {str, type(None)}:
-        raise ValueError("holds columns of an unknown kind, or text with something else in it")
 
 
 def _part(tensors: dict[str, Tensor], start: str) -> dict[str, Tensor]:

@@ -1,6 +1,5 @@
 """`Columns`: how the columns of one table become standardised numbers, frozen after a warm-up."""
 
-import hashlib
 import json
 import zlib
 from collections import Counter
@@ -204,11 +203,6 @@ class Columns:
         """How many numbers a row becomes."""
         return len(self._centers) + len(self._absent) + sum(len(encoded_names(c)) for _, c in self._others)
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """The same for the same frozen columns, and no others."""
-        return hashlib.sha256(self.text().encode()).hexdigest()
-
     def text(self) -> str:
         """All of it as JSON."""
         return json.dumps([asdict(column) for column in self.columns])
@@ -225,7 +219,10 @@ class Columns:
 
     def __call__(self, frame: Frame) -> NDArray[np.float64]:
         """The rows as standardised numbers, (n, width), none of them missing or infinite."""
-        frame = self.matched(frame)
+        return self.numbers(self.matched(frame))
+
+    def numbers(self, frame: Frame) -> NDArray[np.float64]:
+        """The same of rows that `matched` has looked at."""
         with np.errstate(over="ignore"):  # brought within reach, too
             numbers = (frame.values[:, self._numbers] - self._centers) / self._scales
         gone = np.isnan(numbers)

@@ -104,7 +104,8 @@ def predict_file(
             write(chunk.rows, more)
             outcome.rows += len(chunk)
             report(chunk.done, file.total)
-        _some(outcome.rows, table)
+        if not outcome.rows:
+            raise ValueError(f"{table} has no rows: give at least one to predict")
     return outcome
 
 
@@ -129,13 +130,13 @@ def load_estimator(path: Path) -> Estimator:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}: {wanted}")
     try:
-        _, about = load(path)
+        learner, about = load(path)
     except ValueError as error:
         if path.suffix.lower() in (".csv", ".tsv", ".parquet"):
             raise ValueError(f"{path} is no model: {wanted}, and then the table") from error
         raise
     kind = _CLASSES.get(str(about.get("class")), StreamingRegressor)  # which refuses what it does not know
-    estimator: Estimator = kind.load(path)
+    estimator: Estimator = kind.of(path, learner, about)
     return estimator
 
 

@@ -157,8 +157,8 @@ class StreamingClassifier(ClassifierMixin, StreamingEstimator):  # type: ignore[
             )
         learner = self.learner_ if known else self._new_learner()
         if len(wider) > learner.targets and (learner.seen or learner.frozen):
-            learner.check(frame)  # before anything changes
-            learner.widen(len(wider))
+            learner = deepcopy(learner)  # or a refusal would leave us classes without a name
+            learner.arrange(range(learner.targets), len(wider))
         self._take(learner, frame, one_hot(labels, wider), freeze=False)
         self._order, self._declared, self.classes_ = wider, declared, np.sort(wider)
         return self
@@ -208,12 +208,15 @@ class StreamingClassifier(ClassifierMixin, StreamingEstimator):  # type: ignore[
     def _merge(self, learner: Learner, other: Any) -> Learner:
         order = extended(self._order, other._order) if hasattr(self, "_order") else other._order
         places = [order.tolist().index(label) for label in other._order.tolist()]
-        its = other.learner_.arranged(places, len(order))
+        its = other.learner_
+        if places != list(range(len(order))):
+            its = deepcopy(its)
+            its.arrange(places, len(order))
         if learner.seen or learner.frozen:
             learner.refuse_unlike(its)
             if len(order) > learner.targets:
-                learner = deepcopy(learner)  # or a refusal would leave us classes without a name
-                learner.widen(len(order))
+                learner = deepcopy(learner)
+                learner.arrange(range(learner.targets), len(order))
         learner.merge(its)
         self._order, self.classes_ = order, np.sort(order)
         return learner

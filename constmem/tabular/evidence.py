@@ -1,6 +1,6 @@
-"""Bayesian linear regression from moments: precisions of feature groups by evidence, and predictions."""
+"""Bayesian linear regression, precisions of feature groups by evidence: from moments, or from a few rows."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,10 +11,12 @@ from scipy.linalg import lapack  # type: ignore[import-untyped]
 from torch import Tensor
 
 from constmem.core.moments import Moments
+from constmem.tabular.answers import Answer
 from constmem.tabular.kernel import side_by_side, times_upper
 from constmem.tabular.precisions import KERNEL, Array, Factor, Fit, Sums, missed, search, unexplained
 
 PIECE = 512  # rows multiplied at once
+LIVES = 8  # half-lives after which a row of an echo counts for nothing
 MANY = 128  # rows; of more the factor is worth inverting
 SHORT = 1e-6  # of the noise: what float32 may round it by, at most
 
@@ -49,14 +51,6 @@ class Posterior:
     def mean(self, phi: Float[Tensor, "n p"]) -> Float[Tensor, "n k"]:
         """Predicted means, without variances: far cheaper."""
         return phi.double() @ self.weights
-
-    def mean_variance(self, phi: Float[Tensor, "n p"]) -> tuple[Tensor, Tensor]:
-        """Predicted means and variances, noise included, each (n, k)."""
-        return self.mean(phi), (1 + self.leverage(phi))[:, None] * self.noise
-
-    def epistemic(self, phi: Float[Tensor, "n p"]) -> Float[Tensor, "n k"]:
-        """The part of the variance that more rows would remove."""
-        return self.leverage(phi).clamp(min=0.0)[:, None] * self.noise
 
     def whitened(self, phi: Float[Tensor, "n p"]) -> Float[Tensor, "n p"]:
         """Features whose weights are uncorrelated, of variance one in units of the noise.
@@ -167,3 +161,132 @@ class _Factor(Factor):
 
     def inverse(self) -> Array:
         return torch.cholesky_inverse(self._own).numpy()
+
+
+class Echo:
+    """The last few rows, kept as they are, where a half-life is so short that they are fewer than features.
+
+    Answers are those of the posterior of the weighted rows, written with kernels.
+
+    With rows R of features, weights W, and precisions P of the features: K = R P⁻¹ R', and the answer to a
+    row f is k' (K + W⁻¹)⁻¹ y with k = R P⁻¹ f. A few rows cannot tell the precisions: they are those of an
+    elder, the posterior of a longer memory, whose noise counts as one row's.
+    """
+
+    def __init__(
+        self, elder: Callable[[], Posterior], features: Callable[[Tensor], Tensor],
+        groups: Mapping[str, slice], targets: int, width: int, *, half_life: float,
+    ) -> None:  # fmt: skip
+        self.elder, self.features, self.groups, self.half_life = elder, features, groups, half_life
+        self.x = torch.zeros(0, width, dtype=torch.float64)
+        self.y = torch.zeros(0, targets, dtype=torch.float64)
+        room = 2 * int(LIVES * half_life)  # of rows and their kernel: new ones are added behind the old
+        self._buffer = torch.zeros(room, max(g.stop for g in groups.values()), dtype=torch.float64)
+        self._inner = torch.zeros(room, room, dtype=torch.float64)
+        self._stop = self._kept = 0
+        self._precisions: Tensor | None = None  # that the kernel was made with
+
+    limit = 1
+    searches = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes remembered."""
+        rows = int(LIVES * self.half_life)
+        return rows * 8 * (self.x.shape[1] + self.y.shape[1])
+
+    def fold(self, x: Float[Tensor, "n d"], phi: Float[Tensor, "n p"], y: Float[Tensor, "n k"]) -> None:
+        """Take rows, and drop those that are too old."""
+        keep = int(LIVES * self.half_life)
+        self.x, self.y = (torch.cat([old, new])[-keep:] for old, new in ((self.x, x), (self.y, y)))
+        phi, kept = phi[-keep:], min(self._kept, keep - len(phi[-keep:]))
+        if self._stop + len(phi) > len(self._buffer):  # now and then: what is kept moves to the front
+            old = slice(self._stop - kept, self._stop)
+            self._buffer[:kept] = self._buffer[old].clone()
+            self._inner[:kept, :kept] = self._inner[old, old].clone()
+            self._stop = kept
+        new = slice(self._stop, self._stop + len(phi))
+        self._buffer[new], self._stop, self._kept = phi, new.stop, kept + len(phi)
+        if self._precisions is not None:
+            across = (phi / self._precisions) @ self._phi.mT  # (new, rows)
+            rows = self._rows
+            self._inner[new, rows], self._inner[rows, new] = across, across.mT
+
+    @property
+    def _rows(self) -> slice:
+        return slice(self._stop - self._kept, self._stop)
+
+    @property
+    def _phi(self) -> Tensor:
+        return self._buffer[self._rows]
+
+    def answer(
+        self, phi: Float[Tensor, "n p"], recent: Float[Tensor, "r p"], y: Float[Tensor, "r k"]
+    ) -> Answer:
+        """The answer to rows; none wait."""
+        assert not len(recent)
+        assert not len(y)
+        precisions, factor, white, weight = self._solved()
+        scaled = phi / precisions
+        across = torch.linalg.solve_triangular(factor, self._phi @ scaled.mT, upper=False)
+        leverage = (scaled * phi).sum(1) - across.square().sum(0)
+        freedom = 1.0 + float(weight.sum())
+        noise = (self.elder().noise + white.square().sum(0)) / freedom
+        variance = noise * (1 + leverage.clamp(min=0.0)[:, None])
+        return Answer((across.mT @ white).numpy(), variance.numpy(), freedom)
+
+    def weights(self, recent: Float[Tensor, "r p"], y: Float[Tensor, "r k"]) -> Float[Tensor, "p k"]:
+        """The weights whose products with features are the means of answers; no rows wait."""
+        assert not len(recent)
+        assert not len(y)
+        precisions, factor, white, _ = self._solved()
+        made: Tensor = (self._phi / precisions).mT @ torch.linalg.solve_triangular(
+            factor.mT, white, upper=True
+        )
+        return made
+
+    def _solved(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Precisions P, the Cholesky factor of K + W⁻¹, its inverse times y, and W."""
+        precisions, rows = self._elder_precisions(), self._rows
+        if self._precisions is None or not torch.equal(self._precisions, precisions):
+            self._precisions = precisions
+            self._inner[rows, rows] = (self._phi / precisions) @ self._phi.mT
+        age = torch.arange(len(self.y) - 1, -1, -1, dtype=torch.float64)
+        weight = 0.5 ** (age / self.half_life)
+        factor = torch.linalg.cholesky(self._inner[rows, rows] + (1 / weight).diag())
+        return precisions, factor, torch.linalg.solve_triangular(factor, self.y, upper=False), weight
+
+    def _elder_precisions(self) -> Tensor:
+        made = torch.empty(self._buffer.shape[1], dtype=torch.float64)
+        for name, group in self.groups.items():
+            made[group] = self.elder().precisions[name]
+        return made
+
+    def arrange(self, places: Sequence[int], targets: int) -> None:
+        """Move the targets to these places among more of them, which were zero in all rows so far."""
+        self.y = arranged(self.y, places, targets)
+
+    def merge(self, other: "Echo") -> None:
+        """Take the last rows of another stream, too: they are taken as the newer ones."""
+        self.fold(other.x, other._phi, other.y)
+
+    def _begin(self, x: Tensor, phi: Tensor, y: Tensor) -> None:
+        """Keep these rows, and no others."""
+        self.x, self.y = x[:0], y[:0]
+        self._stop, self._kept, self._precisions = 0, 0, None
+        self.fold(x, phi, y)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that is remembered, by name."""
+        return {"x": self.x, "y": self.y}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Take what `tensors` gave in place of what is remembered."""
+        self._begin(tensors["x"], self.features(tensors["x"]), tensors["y"])
+
+
+def arranged(y: Tensor, places: Sequence[int], targets: int) -> Tensor:
+    """The targets at these places among more of them, which are zero."""
+    made = y.new_zeros(*y.shape[:-1], targets)
+    made[..., list(places)] = y
+    return made

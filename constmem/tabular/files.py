@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from constmem.data.rows import CsvFile, is_number, parquet_errors, parquet_file
 from constmem.tabular.frames import MOMENT, Kind
+from constmem.tabular.inputs import moment
 
 ROWS = 4096  # of one chunk
 ABSENT = frozenset(("", "na", "n/a", "nan", "null", "?"))
@@ -135,13 +136,11 @@ def _parsed(column: Sequence[str], kind: Kind, where: str, first: int) -> NDArra
     return np.array(made, np.float64 if kind == "number" else MOMENT)
 
 
-def _moment(word: str, where: str) -> np.datetime64:
+def _moment(word: str, where: str) -> Any:
     try:
-        when = datetime.fromisoformat(word)
-        when = when.astimezone(UTC).replace(tzinfo=None) if when.tzinfo else when
+        return moment(datetime.fromisoformat(word))
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{where}{word!r} looks like a date, but is none: {error}") from error
-    return np.datetime64(when, "us")
 
 
 class ParquetTable:

@@ -1,6 +1,6 @@
 """`Memory`: the moments of a stream at one horizon or several, mixed by how well each predicted lately."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from constmem.core.moments import Moments
 from constmem.tabular.answers import Answer, Shape
-from constmem.tabular.echo import Echo
+from constmem.tabular.evidence import Echo, arranged
 from constmem.tabular.features import Features
 from constmem.tabular.precisions import PIECE, RECENT
 from constmem.tabular.residuals import Residuals
@@ -25,8 +25,6 @@ LATELY = 100.0  # half-life of the scores it mixes them by, in rows
 JUDGED = 256  # rows predicted, then folded, where horizons compete
 TRUST = 0.8  # in the law of residuals; the rest stays with heavy tails around the mean
 WORST = 8.0  # nats a row: one surprise does not decide
-
-Likelihood = Callable[[Answer, NDArray[np.float64]], NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,9 @@ class Memory:
         features: of encoded rows.
         width: of an encoded row.
         targets: numbers to predict.
-        likelihood: the log-likelihood of targets under an answer; horizons are mixed by it.
+        discrete: whether targets are one-hot classes. Horizons are mixed by the likelihood of targets; a law
+            that is linear in the columns is no law of classes.
         residuals: of no rows; None: nothing is learned of residuals.
-        lines: whether a law that is linear in the columns may win.
     """
 
     def __init__(
@@ -76,18 +74,19 @@ class Memory:
         width: int,
         targets: int,
         forgetting: Forgetting,
-        likelihood: Likelihood,
+        discrete: bool = False,
         residuals: Residuals | None = None,
-        lines: bool = True,
     ) -> None:
         self.residuals, self._shown = residuals, 0  # and of the rows that wait, how many it has seen
-        self.features, self.forgetting, self._likelihood = features, forgetting, likelihood
+        self.features, self.forgetting = features, forgetting
+        self._likelihood = Answer.log_probability if discrete else Answer.heavy_log_density
         empty = Moments.empty(features.width, targets)
         traces = [
-            Trace(empty, features, half_life=half_life, window=forgetting.window, lines=lines)
+            Trace(empty, features, half_life=half_life, window=forgetting.window, lines=not discrete)
             for half_life in forgetting.half_lives
         ]
-        echoes = [Echo(traces[0], targets, width, half_life=half_life) for half_life in forgetting.echoes]
+        frozen = traces[0].base, features, features.groups
+        echoes = [Echo(*frozen, targets, width, half_life=half_life) for half_life in forgetting.echoes]
         self.traces: list[Trace | Echo] = [*traces, *echoes]
         self.scores = np.zeros(len(self.traces))
         self.seen = 0
@@ -233,18 +232,11 @@ class Memory:
         age = np.arange(len(x) - 1, -1, -1)
         self.scores = self.scores * 0.5 ** (len(x) / LATELY) + said @ 0.5 ** (age / LATELY)
 
-    def widen(self, targets: int) -> None:
-        """Take more targets, which were zero in all rows so far."""
-        self._y, self._last = torch.nn.functional.pad(self._y, (0, targets - self.targets)), None
+    def arrange(self, places: Sequence[int], targets: int) -> None:
+        """Move the targets to these places among more of them, which were zero in all rows so far."""
+        self._y, self._last = arranged(self._y, places, targets), None
         for trace in self.traces:
-            trace.widen(targets)
-
-    def take(self, other: "Memory", places: list[int]) -> None:
-        """Take over what another one remembers, its targets moved to these places among ours."""
-        other.fold()
-        for mine, its in zip(self.traces, other.traces, strict=True):
-            mine.take(its, places)  # type: ignore[arg-type]  # traces of traces, echoes of echoes
-        self.scores, self.seen = other.scores.copy(), other.seen
+            trace.arrange(places, targets)
 
     def merge(self, other: "Memory") -> None:
         """Take what another memory of the same features has seen."""

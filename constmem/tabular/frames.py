@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,29 @@ class Frame:
         others = {new: self.others[old] for new, old in enumerate(indices) if old in self.others}
         return Frame(names, tuple(self.kinds[i] for i in indices), self.values[:, list(indices)], others)
 
+    def written(self) -> dict[str, Any]:
+        """All of it but the numbers, as JSON takes it."""
+        others = {
+            i: column.astype(np.int64).tolist() if column.dtype.kind == "M" else column.tolist()
+            for i, column in self.others.items()
+        }
+        return {"names": self.names, "kinds": self.kinds, "others": others}
+
+    @staticmethod
+    def of(written: dict[str, Any], values: NDArray[np.float64]) -> "Frame":
+        """The frame of these numbers that was `written`; refuses what no frame can hold."""
+        names, kinds = written["names"], tuple(written["kinds"])
+        others = {int(i): np.array([*column, None], object)[:-1] for i, column in written["others"].items()}
+        words = {type(word) for i, column in others.items() for word in column if kinds[i] == "text"}
+        if len({len(values), *map(len, others.values())}) > 1:
+            raise ValueError("holds columns of different lengths")
+        if len({len(kinds), values.shape[1], len(names or kinds)}) > 1:
+            raise ValueError("holds rows and columns that do not fit each other")
+        if not set(kinds) <= set(get_args(Kind)) or not words <= {str, type(None)}:
+            raise ValueError("holds columns of an unknown kind, or text with something else in it")
+        dates = {i: c.astype(np.int64).astype(MOMENT) for i, c in others.items() if kinds[i] == "date"}
+        return Frame(None if names is None else tuple(names), kinds, values, others | dates)
+
     def infinite(self) -> str | None:
         """Where the first infinite value stands, in words, if there is one."""
         bad = np.isinf(self.values)
@@ -77,13 +100,6 @@ def concatenated(first: Frame, second: Frame) -> Frame:
     }
     names = first.names if second.names is None else second.names
     return Frame(names, tuple(kinds), np.concatenate([first.values, second.values]), others)
-
-
-def beside(first: Frame, second: Frame) -> Frame:
-    """The columns of both, which have as many rows."""
-    names = None if first.names is None or second.names is None else first.names + second.names
-    others = first.others | {len(first.kinds) + i: column for i, column in second.others.items()}
-    return Frame(names, first.kinds + second.kinds, np.hstack([first.values, second.values]), others)
 
 
 def aligned(frame: Frame, mine: tuple[str, ...] | None, count: int) -> Frame:

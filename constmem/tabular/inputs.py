@@ -180,7 +180,7 @@ def _of_objects(column: NDArray[Any], label: str) -> tuple[Kind, NDArray[Any]]:
     if kind == "number":
         return kind, np.array([np.nan if a else float(v) for v, a in zip(column, absent, strict=True)])
     if kind == "date":
-        times = [np.datetime64("NaT") if a else _moment(v) for v, a in zip(column, absent, strict=True)]
+        times = [np.datetime64("NaT") if a else moment(v) for v, a in zip(column, absent, strict=True)]
         return kind, np.array(times, MOMENT)
     pairs = zip(column, absent, strict=True)
     return kind, np.array([*(None if a else str(v) for v, a in pairs), None], object)[:-1]
@@ -209,7 +209,8 @@ def _absent(value: Any) -> bool:
     return isinstance(value, float | np.floating | Decimal) and math.isnan(value)
 
 
-def _moment(value: Any) -> Any:
+def moment(value: Any) -> Any:
+    """A date or time as numpy has it; with a time zone, in UTC."""
     if isinstance(value, datetime) and value.tzinfo is not None:
         value = value.astimezone(UTC).replace(tzinfo=None)
     return np.datetime64(value, "us")

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from constmem.tabular.answers import concatenated as joined
 from constmem.tabular.columns import Columns, center_and_scale, refuse_infinite
 from constmem.tabular.features import SIZE, Features
 from constmem.tabular.forgetting import Forgetting, Memory
-from constmem.tabular.frames import Frame, aligned, beside, concatenated
+from constmem.tabular.frames import Frame, aligned, concatenated
 from constmem.tabular.precisions import PIECE
 from constmem.tabular.residuals import Residuals
 
@@ -107,9 +108,8 @@ class Learner:
     ) -> None:
         """Begin with what was frozen elsewhere, and no rows."""
         self.columns, self.center, self.scale = columns, center, scale
-        likelihood = Answer.log_probability if self.discrete else Answer.heavy_log_density
-        memory = features, columns.width, len(center), self.forgetting, likelihood, more
-        self.memory = Memory(*memory, lines=not self.discrete)  # indicators are not normal around a line
+        settings = self.forgetting, self.discrete, more
+        self.memory = Memory(features, columns.width, len(center), *settings)
         self._rows, self._y, self._early = None, np.zeros((0, len(center))), None
 
     def spawn(self) -> "Learner":
@@ -139,15 +139,9 @@ class Learner:
             return
         for start in range(0, len(y), PIECE):
             rows = frame.rows(start, start + PIECE)
-            self.memory.learn(torch.from_numpy(self.columns(rows)), self._inside(y[start : start + PIECE]))
-
-    def check(self, frame: Frame) -> None:
-        """Refuse rows that `learn` would refuse."""
-        if self.columns is not None:
-            self.columns.matched(frame)
-        elif self._rows is not None:
-            refuse_infinite(frame)
-            concatenated(self._rows, aligned(frame, self._rows.names, len(self._rows.kinds)))
+            self.memory.learn(
+                torch.from_numpy(self.columns.numbers(rows)), self._inside(y[start : start + PIECE])
+            )
 
     def _warm_up(self, frame: Frame, y: Any) -> tuple[Frame, Any]:
         """Keep rows until there are enough to freeze by, and return those beyond."""
@@ -175,10 +169,13 @@ class Learner:
         frame = self.columns.matched(frame)
         memory = self.memory
         parts = [
-            memory.all_answers(torch.from_numpy(self.columns(frame.rows(start, start + ROWS))))
+            memory.all_answers(torch.from_numpy(self.columns.numbers(frame.rows(start, start + ROWS))))
             for start in range(0, len(frame), ROWS)
         ]
-        made = [joined(pieces).restored(self.center, self.scale) for pieces in zip(*parts, strict=True)]
+        made = [joined(pieces) for pieces in zip(*parts, strict=True)]
+        if not self.discrete and self.seen == len(memory.features.points) == 1:  # says nothing of the spread
+            made = [replace(a, variance=np.maximum(a.variance, 1.0)) for a in made]
+        made = [a.restored(self.center, self.scale) for a in made]
         heavy = [a if self.discrete or isinstance(a, Shape) else a.heavier() for a in made]
         return heavy, memory.all_weights
 
@@ -189,7 +186,7 @@ class Learner:
         frame = self.columns.matched(frame)
         parts = []
         for start in range(0, len(frame), ROWS):
-            x = torch.from_numpy(self.columns(frame.rows(start, start + ROWS)))
+            x = torch.from_numpy(self.columns.numbers(frame.rows(start, start + ROWS)))
             means = np.stack([mean.numpy() for mean in self.memory.means(x)])
             parts.append(np.tensordot(self.memory.weights, means, 1))
         return np.concatenate(parts) * self.scale + self.center
@@ -208,24 +205,23 @@ class Learner:
         self._early = made, first, now
         return made
 
-    def widen(self, targets: int) -> None:
-        """Take more targets, which were zero in all rows so far."""
-        more = targets - self.targets
-        self._y, self._early = np.pad(self._y, ((0, 0), (0, more))), None
+    def arrange(self, places: Sequence[int], targets: int) -> None:
+        """Move the classes to these places among more of them, which no row so far had."""
+        y, self._early = np.zeros((len(self._y), targets)), None
+        y[:, list(places)] = self._y
+        self._y = y
         if self.memory is not None:
-            self.center, self.scale = (
-                np.pad(self.center, (0, more)),
-                np.pad(self.scale, (0, more), constant_values=1.0),
-            )
-            self.memory.widen(targets)
+            self.center, self.scale = np.zeros(targets), np.ones(targets)
+            self.memory.arrange(places, targets)
 
     def take_columns(self, names: tuple[str, ...]) -> None:
         """During the warm-up, take more columns, or another order; rows so far have no values in new ones."""
-        if self._rows is None or self._rows.names is None:
+        rows = self._rows
+        if rows is None or rows.names is None:
             return
-        place = {name: i for i, name in enumerate(self._rows.names)}
-        blank = Frame(("",), ("empty",), np.full((len(self._rows), 1), np.nan))
-        wider = beside(self._rows, blank)
+        place = {name: i for i, name in enumerate(rows.names)}
+        blank = np.full((len(rows), 1), np.nan)
+        wider = Frame(None, (*rows.kinds, "empty"), np.hstack([rows.values, blank]), rows.others)
         order = wider.ordered([place.get(name, len(place)) for name in names])
         self._rows, self._early = replace(order, names=names), None
 
@@ -256,22 +252,6 @@ class Learner:
                 "these two have frozen different columns, features or forgetting (or one has lost its law of "
                 "residuals), so their sums do not add up: freeze once, and give every shard base.spawn()"
             )
-
-    def arranged(self, places: list[int], targets: int) -> "Learner":
-        """A learner of the same rows whose targets have moved to other places among more of them."""
-        if places == list(range(targets)) and targets == self.targets:
-            return self
-        made = self._blank()
-        if self.columns is None or self.memory is None:
-            made._rows, made._y = self._rows, np.zeros((len(self._y), targets))
-            made._y[:, places] = self._y
-            return made
-        center, scale = np.zeros(targets), np.ones(targets)
-        center[places], scale[places] = self.center, self.scale
-        made.start(self.columns, self.memory.features, center, scale)
-        assert made.memory is not None
-        made.memory.take(self.memory, places)
-        return made
 
     def remove(self, frame: Frame, y: Float[np.ndarray, "n k"]) -> None:
         """Undo having learned rows."""

@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Sequence
 from functools import reduce
 from math import inf, isinf
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from constmem.core.moments import Moments
 from constmem.tabular.answers import Answer, concatenated
-from constmem.tabular.evidence import Posterior, at, posterior
+from constmem.tabular.evidence import Echo, Posterior, arranged, at, posterior
 from constmem.tabular.features import PIECE, Features
 from constmem.tabular.kernel import shares, side_by_side
 from constmem.tabular.precisions import RECENT, hold
@@ -111,24 +110,17 @@ class Trace:
             for x, y in self.held:
                 self.moments = self.moments.merge(Moments.observe(self.features(x), y))
 
-    def widen(self, targets: int) -> None:
-        """Take more targets; of the rows so far they were zero."""
+    def arrange(self, places: Sequence[int], targets: int) -> None:
+        """Move the targets to these places among more of them, which were zero in all rows so far."""
         old = self.moments
-        more = padded(old.cross, targets), padded(old.square, targets)
+        more = arranged(old.cross, places, targets), arranged(old.square, places, targets)
         self.moments = Moments(old.gram, *more, old.count)
-        self.held = deque((x, padded(y, targets)) for x, y in self.held)
+        self.held = deque((x, arranged(y, places, targets)) for x, y in self.held)
         self.forget_answers()
 
     def merge(self, other: "Trace") -> None:
         """Take what another trace of the same features has seen."""
         self.moments = self.moments.merge(other.moments)
-        self.forget_answers(search=True)
-
-    def take(self, other: "Trace", places: list[int]) -> None:
-        """Take over another one's moments, its targets moved to these places among ours."""
-        old, cross, square = other.moments, self.moments.cross.clone(), self.moments.square.clone()
-        cross[:, places], square[places] = old.cross, old.square
-        self.moments = Moments(old.gram, cross, square, old.count)
         self.forget_answers(search=True)
 
     def forget_answers(self, *, search: bool = False) -> None:
@@ -270,16 +262,7 @@ class _Correction:
         return self._weights[1]
 
 
-@runtime_checkable
-class Answering(Protocol):
-    """What answers rows, given rows that wait."""
-
-    def answer(self, phi: Tensor, recent: Tensor, y: Tensor) -> Answer: ...
-
-    def weights(self, recent: Tensor, y: Tensor) -> Tensor: ...
-
-
-Asked = tuple[Answering, Tensor, Tensor]  # and the features and targets of rows that wait
+Asked = tuple[Trace | Echo, Tensor, Tensor]  # and the features and targets of rows that wait
 
 
 def answered(features: Features, asked: Sequence[Asked], x: Float[Tensor, "n d"]) -> list[Answer]:
@@ -293,8 +276,3 @@ def answered(features: Features, asked: Sequence[Asked], x: Float[Tensor, "n d"]
 
     pieces = side_by_side(answers, x.chunk(-(-len(x) // ASKED)))
     return [concatenated(horizon) for horizon in zip(*pieces, strict=True)]
-
-
-def padded(y: Tensor, targets: int) -> Tensor:
-    """More targets, which are zero."""
-    return torch.nn.functional.pad(y, (0, targets - y.shape[-1]))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from constmem.core.registry import of_events
+from constmem.core import of_events
 from constmem.data import DATASETS, EventLog, Table
 from constmem.data.event_files import NONE
 from constmem.data.event_log import FORMATS
@@ -152,14 +152,14 @@ def fit_named(
         The run's folder, and notes to print about it.
     """
     path, of_file = Path(dataset), {**rows, **events, "--split": split}
-    is_file, given = path.suffix in FORMATS, [name for name, value in of_file.items() if value]
+    is_file, given = path.suffix.lower() in FORMATS, [name for name, value in of_file.items() if value]
     if given and not is_file:
         raise ValueError(
             f"{', '.join(given)}: these are for files of your own, but {dataset!r} is none: their names end "
             f"in {', '.join(FORMATS)}"
         )
     if model is None and is_file:
-        points = any(rows.values()) or (path.suffix in FORMATS[:2] and not any(events.values()))
+        points = any(rows.values()) or (path.suffix.lower() in FORMATS[:2] and not any(events.values()))
         model = "cmanp-small" if points else "cmhp"
     elif model is None:
         model = "cmhp" if dataset in DATASETS and DATASETS[dataset].of_events else "cmanp"
@@ -193,7 +193,7 @@ def fit_file(
         fit_events(log, model, columns={"file": str(path), **given, "split": by}, **how)
         return [f"what comes next: constmem forecast {how['out']} {path} --out next.csv"]
     _refuse(events, f"are for models of events, but {model!r} is one of points: use --x, --y, --group")
-    if path.suffix not in ROWS:
+    if path.suffix.lower() not in ROWS:
         raise ValueError(f"{model!r} is a model of points, which are read from {', '.join(ROWS)}, not {path}")
     x, y, group = (rows[name] for name in ("--x", "--y", "--group"))
     if not group:
@@ -201,8 +201,9 @@ def fit_file(
             f"{path} without --group is one task, and {model} learns from many. For one table use an "
             f"estimator, which trains nothing: constmem fit {path} --target {y or 'COLUMN'} --out "
             f"{path.stem}.model. If a column says which rows belong together (a sensor, a patient, a day), "
-            f"give --group COLUMN; --group {NONE} trains on all rows as one task. Columns are "
-            f"{', '.join(Table.columns(path))}"
+            f"give --group COLUMN; --group {NONE} trains on all rows as one task. If rows are events, give a "
+            f"model of those: constmem train {path} cmhp --user COLUMN --mark COLUMN --time COLUMN. Columns "
+            f"are {', '.join(Table.columns(path))}"
         )
     if not x or not y:
         raise ValueError(

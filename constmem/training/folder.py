@@ -41,7 +41,9 @@ def read_run(folder: Path) -> dict[str, Any]:
     """What a run's folder says of how it was made: its run.json."""
     path, again = folder / RUN, "train again, in another folder"
     if not path.is_file():
-        raise FileNotFoundError(f"there is no run in {folder}: train one there first")
+        runs = sorted(str(other.parent) for other in folder.glob(f"*/{RUN}"))
+        what = f"name those in it, such as {runs[0]}" if runs else "train one there first"
+        raise FileNotFoundError(f"there is no run in {folder}: {what}")
     about: Any = read_json(path, again)
     run = about.get("run") if isinstance(about, dict) else None
     run = run if isinstance(run, dict) else {}

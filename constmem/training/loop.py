@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from constmem import neural_processes, point_processes
-from constmem.core import checks, registry
+from constmem.core import checks, entry_of, settings_of
 from constmem.core.checks import known
 from constmem.core.costs import Peak, progress
 from constmem.core.model import Model
@@ -46,8 +46,8 @@ class Run:
 
 def build(run: Run) -> Any:
     """A freshly initialised model, the same for the same seed."""
-    registry.settings_of(run.model)  # refuses an unknown variant
-    entry = registry.entry_of(run.model)
+    settings_of(run.model)  # refuses an unknown variant
+    entry = entry_of(run.model)
     kind = (point_processes if entry.of_events else neural_processes).MODELS[entry.name]
     _require_settings(entry.name, kind, run.recipe.model)
     with torch.random.fork_rng(devices=[]):

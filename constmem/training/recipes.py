@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from math import inf
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from constmem.core import registry
+from constmem.core import CNP_FAMILY, EVENTS, PAPER_CMHP, POINTS, entry_of, of_events, settings_of
 from constmem.core.checks import known
-from constmem.core.registry import CNP_FAMILY, PAPER_CMHP, entry_of, of_events, settings_of
 from constmem.data.catalogue import DATASETS
 
 NAMES = ("improved", "faithful")
@@ -123,7 +122,7 @@ def recipe(dataset: str, model: str, name: str = "improved") -> PointRecipe | Ev
         raise ValueError(
             f"{dataset!r} is a data set of {'events' if data.of_events else 'points'}: "
             f"{model.partition('-')[0]!r} is no model of those, but "
-            f"{', '.join(registry.EVENTS if data.of_events else registry.POINTS)} are"
+            f"{', '.join(EVENTS if data.of_events else POINTS)} are"
         )
     return _events(dataset, model, name) if data.of_events else _points(dataset, model, name)
 
@@ -188,7 +187,7 @@ def table_recipe(model: str, *, dim_x: int, dim_y: int, rows: int, grouped: bool
 def event_recipe(model: str, *, num_marks: int) -> EventRecipe:
     """Settings to start from with events of one's own."""
     if not of_events(model):
-        raise ValueError(f"{model!r} is no model of events, but {', '.join(registry.EVENTS)} are")
+        raise ValueError(f"{model!r} is no model of events, but {', '.join(EVENTS)} are")
     steps = 600 if entry_of(model).name == "cmhp" else 1000
     return replace(_event_model(model, num_marks, "improved"), steps=steps, batch=32)
 

@@ -15,7 +15,7 @@ import record
 from event_ablation import OPTIONS, ablate, jobs_of, variants
 from matplotlib.image import imread
 
-from constmem.core.registry import PLAIN_CMHP
+from constmem.core import PLAIN_CMHP
 from constmem.point_processes import CMHP
 from constmem.training.recipes import complete, recipe
 

@@ -20,8 +20,8 @@ from constmem.core.fold import Chunk, fused_fold
 from constmem.core.layers import MLP
 from constmem.core.state import AttentionState
 from constmem.kernels import gpu, gpu_fold
+from constmem.kernels.gpu import Absorbed
 from constmem.kernels.paths import FOLD
-from constmem.kernels.reference import Absorbed
 
 
 def ready() -> None:

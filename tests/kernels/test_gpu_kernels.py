@@ -21,8 +21,8 @@ from constmem.core import checks
 from constmem.core.observation import Observation
 from constmem.core.state import AttentionState
 from constmem.kernels import cpu, gpu, graphs
+from constmem.kernels.gpu import absorb
 from constmem.kernels.paths import GPU
-from constmem.kernels.reference import absorb
 from constmem.neural_processes import cmanp
 
 has_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

@@ -224,9 +224,9 @@ def test_machine_code_is_never_handed_an_lse_of_another_size_than_the_value(kind
     state = model.condition(x[:, :8], y[:, :8])
     odd = replace(state, lse=state.lse.float() if kind == "lse in float32" else state.lse[:1])
     assert model.stack.observation.extended(odd, torch.cat([x, y], -1)[:, 8:], embed=model.embed) is None
-    assert not cpu.merges(state.value, odd.lse, state.value, state.lse)
-    assert not cpu.merges(state.value, state.lse, state.value, odd.lse)
-    assert not cpu.merges(state.value, odd.lse, state.value, odd.lse)
+    assert kernels.merge(state.value, odd.lse, state.value, state.lse) is None
+    assert kernels.merge(state.value, state.lse, state.value, odd.lse) is None
+    assert kernels.merge(state.value, odd.lse, state.value, odd.lse) is None
 
 
 @pytest.mark.usefixtures("library")

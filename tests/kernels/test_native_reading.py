@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from constmem import CMANP, CMHP, CMABStack, Events
 from constmem.core.block import through_levels
 from constmem.core.layers import MLP, CrossAttention, FeedForward
-from constmem.kernels import cpu, cpu_reading, fused
+from constmem.kernels import cpu, cpu_reading, operators
 from tests.core.in_numpy import Array, array, attended, fed, layer, read
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="there is no C++ compiler")
@@ -452,7 +452,7 @@ def test_what_a_model_answers_does_not_depend_on_the_usual_precision_of_new_tens
     def answers() -> list[Tensor]:
         state = model.update(model.condition(x, y), x[:, :1], y[:, :1])
         happening = events.query(events.condition(happened)).mean
-        return [model.query(state, x).mean, happening, *fused.forward_blocked(q, k, v, None)]
+        return [model.query(state, x).mean, happening, *operators.forward_blocked(q, k, v, None)]
 
     expected, before = answers(), torch.get_default_dtype()
     torch.set_default_dtype(usual)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from constmem import Events
-from constmem.core.registry import CNP_FAMILY, PLAIN_CMHP
+from constmem.core import CNP_FAMILY, PLAIN_CMHP
 from constmem.neural_processes import MODELS
 from constmem.point_processes import MODELS as EVENT_MODELS
 

@@ -135,6 +135,12 @@ def test_an_estimator_that_has_seen_nothing_says_so(make, tmp_path) -> None:
         make(**SMALL).partial_fit([[0.0], [1.0]], [0, 1]).spawn()
 
 
+@pytest.mark.parametrize("pretrained", ["no", None, 1])
+def test_whether_the_pretrained_law_is_used_is_said_by_true_or_false(pretrained) -> None:
+    with pytest.raises(ValueError, match=f"pretrained={pretrained!r}: True or False is needed"):
+        StreamingRegressor(pretrained=pretrained).fit([[0.0], [1.0]], [0, 1])
+
+
 @pytest.mark.parametrize("options", [{"warmup": 0}, {"size": 3}, {"size": 1.5}, {"forget": "often"}])
 def test_options_that_make_no_sense_are_refused_when_used(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

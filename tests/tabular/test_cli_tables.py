@@ -232,6 +232,10 @@ BAD = {
     ),
     "no rows": (["fit", "head.csv", "--target", "a", "--out", "m2"], "no rows that can be used"),
     "no table": (["fit", "empty.csv", "--target", "a", "--out", "m2"], "names of columns"),
+    "nothing to predict": (
+        ["predict", "model", "header.csv", "--out", "p.csv"],
+        "header.csv has no rows: give",
+    ),
     "another format": (["predict", "model", "notes.txt", "--out", "p.csv"], "read from .csv, .tsv"),
     "no model": (
         ["predict", "houses.csv", "houses.csv", "--out", "p.csv"],
@@ -284,6 +288,7 @@ def test_errors_are_one_clear_line_with_exit_code_two_and_change_nothing(
     Path("one.csv").write_text("a\n1\n2\n")
     Path("ragged.csv").write_text("a,b\n1,2\n3\n")
     Path("head.csv").write_text("a,b\n")
+    Path("header.csv").write_text(head)
     Path("empty.csv").write_text("")
     Path("notes.txt").write_text("hello")
     Path("text.csv").write_text(f"{head}20,Ulm,2024-03-01,3\nlarge,Ulm,2024-03-01,3\n")
@@ -301,3 +306,10 @@ def test_errors_are_one_clear_line_with_exit_code_two_and_change_nothing(
     assert not Path("m2").exists()
     assert not Path("p.csv").exists()
     assert not list(tmp_path.glob(".*"))  # no half-written file stays
+
+
+def test_progress_through_a_table_says_what_it_counts(fitted, run):
+    table = fitted / "houses.csv"
+    said = run("score", fitted / "model", table)[2]
+    size = table.stat().st_size
+    assert f"scoring {table}, bytes {size}/{size}" in said

@@ -363,3 +363,11 @@ def test_intervals_hold_what_they_promise_from_ten_rows_on() -> None:
             held.append(np.mean((ends[:, 0] <= y[10:]) & (y[10:] <= ends[:, 1])))
     assert np.mean(held) > 0.82
     assert np.mean(np.array(held) < 0.6) < 0.1  # few tables are misjudged badly
+
+
+@pytest.mark.parametrize("y", [0.0, 0.4, -500.0])
+def test_one_row_says_nothing_of_the_spread(y: float) -> None:
+    model = StreamingRegressor().partial_fit([[1.0, 2.0]], [y])
+    mean, deviation = model.predict([[1.0, 2.0], [3.0, 0.0]], return_std=True)
+    np.testing.assert_allclose(mean, y, atol=1e-9)
+    assert (deviation > max(abs(y), 1.0)).all()

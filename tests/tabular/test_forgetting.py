@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from constmem.tabular.answers import Answer, mixed_mean
-from constmem.tabular.echo import LIVES
+from constmem.tabular.answers import mixed_mean
 from constmem.tabular.estimators import StreamingRegressor
+from constmem.tabular.evidence import LIVES
 from constmem.tabular.features import Features
 from constmem.tabular.forgetting import HORIZONS, Forgetting, Memory
 from constmem.tabular.precisions import RECENT
@@ -30,7 +30,7 @@ def _rows(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 def _memory(forget: object) -> Memory:
     x, y = _rows(100, seed=9)
     features = Features.anchor(x, y, seed=0, size=64)
-    return Memory(features, 2, 1, Forgetting.of(forget), Answer.heavy_log_density)
+    return Memory(features, 2, 1, Forgetting.of(forget))
 
 
 def _weights(forget: object, count: int) -> list[np.ndarray]:

@@ -265,7 +265,14 @@ def test_a_folder_that_cannot_be_locked_is_trained_in_with_a_warning(
 
 
 def test_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no run in"):
+    with pytest.raises(FileNotFoundError, match=r"there is no run in .*: train one there first"):
+        read_run(tmp_path)
+
+
+def test_a_folder_of_runs_names_one_of_them(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "run.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=f"no run in .*: name those in it, such as {tmp_path / 'b'}"):
         read_run(tmp_path)
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from constmem.core import MODELS
 from constmem.core.costs import progress
 from constmem.core.files import read_tensors, write_tensors
 from constmem.core.model import KIND, VERSION
-from constmem.core.registry import MODELS
 from constmem.data import DATASETS
 from constmem.neural_processes import CMANP, NeuralProcess
 from constmem.neural_processes import MODELS as NEURAL_PROCESSES

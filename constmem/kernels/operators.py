@@ -1,4 +1,4 @@
-"""PyTorch's own operators for attention with its log-sum-exp: which of them serves, and its gradients.
+"""Attention with its log-sum-exp by PyTorch's operators: plain, as a reference, and fused; which serves.
 
 The contract: `attend(q, k, v, bias)` returns `softmax(q k' + bias) v` and the logarithm of the
 normaliser, in float32 or better; `attend_backward` returns the gradients of q, k and v when these
@@ -11,17 +11,59 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
 
-from constmem.kernels import reference
 from constmem.kernels.paths import transformed
-from constmem.kernels.reference import Bias, Keys, Lse, Queries, Values
 
+Queries = Float[Tensor, "h s c"]
+Keys = Float[Tensor, "b h n c"]  # and values
+Bias = Float[Tensor, "b n"] | None
+Values = Float[Tensor, "b h s c"]
+Lse = Float[Tensor, "b h s"]
+EMPTY = -(2.0**100)  # the lse of nothing: about -1e30, and the same number in float64, float32 and bfloat16
 BLOCK = 512  # keys at a time, of long contexts on a CPU
 _LARGEST = 2**21  # scores the buffer may hold
 _LN2, _LOG2E = log(2.0), log2(torch.e)
 _CUDA_ALIGNMENT = 8  # channels and biases are read 16 bytes at a time
 _CUDA_LSE_ALIGNMENT = 32
+
+
+def scores(q: Queries, k: Keys, bias: Bias) -> Float[Tensor, "b h s n"]:
+    """The logits of every query against every key, in float32 or better."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    logits = q.to(wide) @ k.to(wide).mT
+    return logits if bias is None else logits + bias[:, None, None, :].to(wide)
+
+
+def forward_plainly(q: Queries, k: Keys, v: Keys, bias: Bias) -> tuple[Values, Lse]:
+    """Attention and the logarithm of its normaliser; differentiable as it stands."""
+    logits = scores(q, k, bias)
+    if logits.shape[-1] == 1:  # the share of an only point is one
+        return v.expand(-1, -1, q.shape[-2], -1), logits.squeeze(-1)
+    lse = logits.logsumexp(-1)
+    shares = (logits - lse[..., None]).exp()
+    return (shares @ v.to(shares.dtype)).to(v.dtype), lse
+
+
+def backward_plainly(
+    q: Queries, k: Keys, v: Keys, bias: Bias, value: Values, lse: Lse, grad_value: Values
+) -> tuple[Values, Keys, Keys]:
+    """Gradients of these keys and values as a part of a larger softmax, whose value and lse are given.
+
+    With shares p = exp(score - lse): dv = p' g, dscore = p (g v' - sum(g * value)).
+    """
+    logits = scores(q, k, bias)
+    shares = (logits - lse[..., None]).exp()
+    wide = shares.dtype
+    g = grad_value.to(wide)
+    delta = (g * value.to(wide)).sum(-1, keepdim=True)
+    grad_scores = shares * (g @ v.to(wide).mT - delta)
+    return (
+        (grad_scores @ k.to(wide)).to(q.dtype),
+        (grad_scores.mT @ q.to(wide)).to(k.dtype),
+        (shares.mT @ g).to(v.dtype),
+    )
 
 
 def supports_cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
@@ -195,7 +237,7 @@ class Kernel(NamedTuple):
         return grad_q.sum(0), grad_k, grad_v
 
 
-REFERENCE = Kernel("reference", lambda *_: True, reference.forward, reference.backward, 1)
+REFERENCE = Kernel("reference", lambda *_: True, forward_plainly, backward_plainly, 1)
 FUSED_CPU = Kernel("fused-cpu", supports_cpu, forward_cpu, backward_cpu, 1)
 BLOCKED_CPU = Kernel("blocked-cpu", supports_blocked, forward_blocked, backward_cpu, 1)
 FUSED_CUDA = Kernel("fused-cuda", supports_cuda, forward_cuda, backward_cuda, 8)
@@ -217,7 +259,7 @@ def attend(q: Queries, k: Keys, v: Keys, bias: Bias = None) -> tuple[Values, Lse
     """Attention and the logarithm of its normaliser, differentiable in both."""
     kernel = choose(q, k, v, bias)
     if kernel is REFERENCE:
-        return reference.forward(q, k, v, bias)
+        return forward_plainly(q, k, v, bias)
     value, lse = _Attend.apply(kernel, q, k, v, bias)  # type: ignore[no-untyped-call]
     return value, lse
 
