@@ -99,6 +99,9 @@ def from_redis(store: Store, folder: Path, rows: int, seconds: float) -> Row:
                 pipe.xadd("rows", {"row": json.dumps({"key": f"k{names[i]}", "x": x[i], "y": y[i]})})
             pipe.execute()
         consumer = Consumer(store, "redis:rows")
+        some = np.unique(names)[:TOGETHER]
+        keys = [f"k{i}" for i in some]
+        before = store.count(keys).numpy()
         start = time.perf_counter()
 
         def stop() -> bool:
@@ -107,6 +110,9 @@ def from_redis(store: Store, folder: Path, rows: int, seconds: float) -> Row:
         consume_redis(consumer, url, "rows", batch=TOGETHER, stop=stop)
         store.flush()
         spent = time.perf_counter() - start
+        if consumer.taken == rows:
+            came = np.bincount(names)[some]
+            assert (store.count(keys).numpy() - before == came).all(), "a row was lost, or taken twice"
     return {"part": "redis", "rows": consumer.taken, "rows_a_second": round(consumer.taken / spent)}
 
 

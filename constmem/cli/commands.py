@@ -218,7 +218,8 @@ def serve(
 
     constmem serve gp --store db.sqlite --port 8080 --token-file tokens.json
     """
-    from constmem.serve import OWN, Limits, Tokens
+    from constmem.serve import OWN, Tokens
+    from constmem.serve.batches import Limits
 
     if token_file is None and host not in OWN:
         raise ValueError(f"anybody who reaches {host} could change the streams: give --token-file")

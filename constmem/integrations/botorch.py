@@ -23,10 +23,7 @@ from constmem.neural_processes.regression import Posterior, Regression, mixture,
 
 JITTER = 1e-8  # of the mean variance, added to each: points that are asked for twice have no inverse
 NEGLIGIBLE = 1e-3  # weight of experts that are left out, at most, each in turn from the least
-SHORTEST, LONGEST = (
-    0.2,
-    4.0,
-)  # lengths that functions are smooth over, in half widths of a box of one dimension
+SHORTEST, LONGEST = 0.2, 4.0  # lengths that functions are smooth over, in half widths of a box with d = 1
 AMPLITUDES, NOISE = (0.3, 6.0), 2e-3  # of functions and of noise, in deviations of what was observed
 
 
@@ -93,9 +90,7 @@ class Surrogate(Model):
         """Stay in its own precision: acquisition functions call `to(X)`, and X is often of float64."""
         wanted = fn(torch.empty(0)).device
         if wanted.type not in (self.device.type, "cpu"):
-            raise ValueError(
-                f"the surrogate is on {self.device}, the points on {wanted}: bring them together"
-            )
+            raise ValueError(f"the surrogate is on {self.device}, points on {wanted}: bring them together")
         return self
 
 
@@ -219,18 +214,11 @@ class ProcessSurrogate(Surrogate):
         super().__init__()
         self.dim, self.device = model.dim_x, model.device
         if model.dim_y != 1:
-            raise ValueError(
-                f"the model has {model.dim_y} outputs, but one is optimised: take a model of one"
-            )
-        self.model, self.state, self._batch = (
-            model,
-            model.empty() if state is None else state,
-            torch.Size(batch),
-        )
+            raise ValueError(f"the model has {model.dim_y} outputs, but one is optimised: take one of one")
+        self.model, self._batch = model, torch.Size(batch)
+        self.state = model.empty() if state is None else state
         if self.state.batch != self._batch.numel():
-            raise ValueError(
-                f"the state is a batch of {self.state.batch}, not of {tuple(self._batch) or 'one'}"
-            )
+            raise ValueError(f"the state is a batch of {self.state.batch}, not of {tuple(batch) or 'one'}")
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -277,9 +265,8 @@ class ProcessSurrogate(Surrogate):
             own = [torch.zeros_like(std[:, :i]), std[:, i:][:, :1]]
             if i < q - 1:
                 here = torch.cat([mean[:, :1] + std_i for std_i in (own[1], -own[1], 0 * own[1])])[..., None]
-                grown = self.model.update(
-                    states.select(every.repeat(3)), x[:, i : i + 1].repeat(3, 1, 1), here
-                )
+                three = states.select(every.repeat(3))
+                grown = self.model.update(three, x[:, i : i + 1].repeat(3, 1, 1), here)
                 found = self.model.query(grown, x[:, i + 1 :].repeat(3, 1, 1))
                 above, below, mean = found.mean[..., 0].chunk(3)
                 own.append((above - below) / 2)

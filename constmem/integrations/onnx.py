@@ -1,11 +1,15 @@
 """Models as ONNX graphs, for any number of streams and points, and a runner without PyTorch beside them."""
 
+import contextlib
 import copy
 import hashlib
+import io
 import json
+import logging
 import os
 import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +46,9 @@ PARTS = (
 )  # of the runner of tables
 Model = CMANP | CMHP | StreamingEstimator
 FEW = 64  # numbers that are not worth halving
-# A verb, examples of its arguments, their axes of any length, and the names of what goes in and out.
-Work = tuple[verbs.Verb, tuple[Any, ...], tuple[Any, ...], list[str], list[str]]
-Works = tuple[dict[str, Work], dict[str, Any]]  # by name; and what a runner must know
+# Of a verb: examples of its arguments, their axes of any length, and the names of what goes in and out.
+Work = tuple[tuple[Any, ...], tuple[Any, ...], list[str], list[str]]
+Works = tuple[verbs.Verbs, dict[str, Work], dict[str, Any]]  # by name; and what a runner must know
 
 
 def export(model: Model, folder: str | os.PathLike[str], *, half: bool = False) -> Path:
@@ -55,8 +59,8 @@ def export(model: Model, folder: str | os.PathLike[str], *, half: bool = False) 
     Args:
         model: of points, of events, or an estimator of a table whose warm-up is over, which takes along
             what it has learned.
-        folder: gets the graphs (of points and tables observe, update, merge, read and predict; of events
-            update, predict and marks), model.json, and constmem_runner, which needs onnxruntime and numpy
+        folder: gets the graphs (observe, update, merge, read and predict; of events, whose predict reads,
+            marks instead of read), model.json, and constmem_runner, which needs onnxruntime and numpy
             alone.
         half: store weights as float16, rounded, which halves the files. Rounded weights are others: their
             states have another fingerprint.
@@ -70,9 +74,9 @@ def export(model: Model, folder: str | os.PathLike[str], *, half: bool = False) 
         for name, tensor in model.state_dict().items():
             if tensor.dtype == torch.float32 and not name.startswith(("scales.", "regression.")):
                 tensor.copy_(tensor.half())
-    work, about = _of_points(model) if isinstance(model, CMANP) else _of_events(model)
+    own, work, about = _of_points(model) if isinstance(model, CMANP) else _of_events(model)
     about |= {"model": model.name, "config": model.config, "fingerprint": model.fingerprint()}
-    _write(out, work, about, half=half)
+    _write(out, own, work, about, half=half)
     if (out / "constmem_runner" / "onnx_table_runner.py").exists():
         shutil.rmtree(out / "constmem_runner")  # of a table exported here before: it would come first
     write_bytes(out / "constmem_runner.py", RUNNER.read_bytes())
@@ -83,8 +87,8 @@ def _export_table(model: StreamingEstimator, out: Path, *, half: bool) -> Path:
     """Graphs of an estimator, what it has learned, and a runner, some of whose files are the library's."""
     if half:
         raise ValueError("an estimator's own numbers are float64, and stay so: export it without half")
-    work, about = _of_table(model.learner_)
-    _write(out, work, about | {"model": type(model).__name__}, half=False)
+    own, work, about = _of_table(model.learner_)
+    _write(out, own, work, about | {"model": type(model).__name__}, half=False)
     model.save(out / "learned.safetensors")
     for part in PARTS:
         path = RUNNER.parents[1] / f"{part}.py"
@@ -95,13 +99,26 @@ def _export_table(model: StreamingEstimator, out: Path, *, half: bool) -> Path:
     return out
 
 
-def _write(out: Path, work: dict[str, Work], about: dict[str, Any], *, half: bool) -> None:
+def _write(out: Path, own: verbs.Verbs, work: dict[str, Work], about: dict[str, Any], *, half: bool) -> None:
+    import onnx
+
     from constmem.integrations.onnx_runner import checksum_of
 
-    graphs = {name: _content(verbs.graph(*parts), half=half) for name, parts in work.items()}
-    for name, content in graphs.items():
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # the exporter's notes to its own developers
+    try:
+        with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()):
+            made = {name: verbs.graph(own, name, *parts) for name, parts in work.items()}
+    finally:
+        logging.disable(before)
+    sums = {}
+    for name, graph in made.items():
+        if half:
+            _halve(graph)
+        onnx.checker.check_model(graph)
+        content = graph.SerializeToString(deterministic=True)
+        sums[name] = hashlib.sha256(content).hexdigest()
         write_bytes(out / f"{name}.onnx", content)
-    sums = {name: hashlib.sha256(content).hexdigest() for name, content in graphs.items()}
     about = json.loads(json.dumps(about | {"format": FORMAT, "version": VERSION, "graphs": sums}))
     about["checksum"] = checksum_of(about)
     write_text(out / "model.json", json.dumps(about, indent=1) + "\n")
@@ -134,8 +151,7 @@ def _require(model: Any) -> None:
 
 def _of_points(model: CMANP) -> Works:
     """Every verb of a model of points."""
-    model = verbs.exportable(model)
-    b, n, m = Dim("batch"), Dim("points"), Dim("targets")
+    own, b, n, m = verbs.Points(model), Dim("batch"), Dim("points"), Dim("targets")
     x, y, xt = (torch.zeros(3, k, dim, dtype=torch.float64) for k, dim in (
         (5, model.dim_x), (5, model.dim_y), (7, model.dim_x)
     ))  # fmt: skip
@@ -148,20 +164,20 @@ def _of_points(model: CMANP) -> Works:
     points, given = ({0: b, 1: n},) * 2, ["latents", *Posterior._fields][: len(memory)]
     target = [{0: b} for _ in memory], {0: b, 1: m}
     work: dict[str, Work] = {
-        "observe": (verbs.Observe(model), (x, y), points, ["x", "y"], names),
-        "update": (verbs.Update(model), (state, x, y), (held, *points), [*names, "x", "y"], out),
-        "merge": _merging(model, blank, held),
-        "read": (verbs.Read(model), (state[0],), ({0: b},), names[:1], given),
-        "predict": (verbs.Predict(model), (memory, xt), target, [*given, "xt"], ["mean", "std"]),
+        "observe": ((x, y), points, ["x", "y"], names),
+        "update": ((state, x, y), (held, *points), [*names, "x", "y"], out),
+        "merge": _merging(blank, held),
+        "read": ((state[:1],), (held[:1],), names[:1], given),
+        "predict": ((memory, xt), target, [*given, "xt"], ["mean", "std"]),
     }
     if model.regression is not None:
-        gram, matrix = state[2], model.regression.matrix(state[2]).detach()
+        matrix = model.regression.matrix(state[2]).detach()
         solved, asked = [matrix, matrix.clone(), matrix[..., 0, 0].clone()], ["matrix", "inverse", "log_det"]
-        work["matrix"] = (verbs.Matrix(model), (gram,), ({0: b},), names[2:3], ["matrix"])
+        work["matrix"] = ((state[2],), ({0: b},), names[2:3], ["matrix"])
         read = [name for name in names if name not in ("slots.lse", "count")]
-        own = ([blank[name].clone() for name in read], *solved), (held[2:], *({0: b} for _ in solved))
-        work["read"] = (verbs.ReadMoments(model), *own, [*read, *asked], given)
-    return work, _about("points", empty) | {"dim_y": model.dim_y, "reach": _reach(model)}
+        parts = [blank[name].clone() for name in read]
+        work["read"] = ((parts, *solved), (held[2:], *({0: b} for _ in solved)), [*read, *asked], given)
+    return own, work, _about("points", empty) | {"dim_y": model.dim_y, "reach": _reach(model)}
 
 
 def _reach(model: CMANP) -> dict[str, list[list[float]]]:
@@ -177,20 +193,25 @@ def _reach(model: CMANP) -> dict[str, list[list[float]]]:
 
 def _of_events(model: CMHP) -> Works:
     """Every verb of a model of events."""
-    model = verbs.exportable(model)
-    b, n = Dim("batch"), Dim("events")
+    own, b, n = verbs.Events(model), Dim("batch"), Dim("events")
     empty = model.empty(torch.zeros(3, dtype=torch.float64))
-    names, state, out = _held(empty.tensors())
-    held, chunk = [{0: b} for _ in state], {0: b, 1: n}
+    names, state, out = _held(blank := empty.tensors())
+    held, chunk, row = [{0: b} for _ in state], {0: b, 1: n}, {0: b}
     times, marks = torch.ones(3, 5, dtype=torch.float64).cumsum(1), torch.zeros(3, 5, dtype=torch.int64)
-    features, gap = torch.zeros(3, model.config["dim"]), torch.ones(3, dtype=torch.float64)
-    update, predict = verbs.UpdateEvents(model, names), verbs.PredictEvents(model, names)
-    predicted = ["features", "log_weights", "loc", "scale"]
-    return {
-        "update": (update, (state, times, marks), (held, chunk, chunk), [*names, "times", "marks"], out),
-        "predict": (predict, (state,), (held,), names, predicted),
-        "marks": (verbs.Marks(model), (features, gap), ({0: b}, {0: b}), ["features", "gap"], ["log_prob"]),
-    }, _about("events", empty) | {"num_marks": model.num_marks}
+    features, gap, starts = torch.zeros(3, model.config["dim"]), *torch.ones(2, 3, dtype=torch.float64)
+    seen, predicted = ["times", "marks"], ["features", "log_weights", "loc", "scale"]
+    begun = starts, starts.clone(), times, marks
+    return (
+        own,
+        {
+            "observe": (begun, (row, row, chunk, chunk), ["start", "last_time", *seen], out),
+            "update": ((state, times, marks), (held, chunk, chunk), [*names, *seen], out),
+            "merge": _merging(blank, held),
+            "predict": ((state,), (held,), names, predicted),
+            "marks": ((features, gap), (row, row), ["features", "gap"], ["log_prob"]),
+        },
+        _about("events", empty) | {"num_marks": model.num_marks},
+    )
 
 
 def _of_table(learner: Learner) -> Works:
@@ -200,19 +221,20 @@ def _of_table(learner: Learner) -> Works:
     assert columns is not None
     p, count = memory.features.width, max(memory.targets, 3) if learner.discrete else memory.targets
     n, k = Dim("rows"), Dim("classes", min=1) if learner.discrete else Dim.STATIC
-    moments, model = Moments.empty(p, count), None
+    moments, law = Moments.empty(p, count), None
     state = {name: getattr(moments, name) for name in Moments.NAMES}
     axes: list[Any] = [None, {1: k}, {0: k}, None]
     more: dict[str, Tensor] = {}
     answers, work = ["mean", "variance"], {}
     if memory.residuals is not None:
-        model = verbs.exportable(shipped())
+        model = shipped()
+        law = verbs.Points(model)
         slots = model.empty(count)
         state = {f"residuals.{name}": t for name, t in slots.tensors().items()} | state
         axes, answers = [None] * 3 + axes, [*answers, "means", "stds", "log_weight"]
         with torch.no_grad():
             more = {"latents": model.read(slots), "residuals.count": slots.count + 1}
-        work["read"] = (verbs.Read(model), (slots.value,), (None,), ["residuals.value"], ["latents"])
+        work["read"] = (([slots.value],), ([None],), ["residuals.value"], ["latents"])
     names, held, out = _held(state)
     rows, asked = ({0: n}, {0: n}, {0: n, 1: k}), ["x", "fold", "y"]
     x, fold, y = torch.zeros(5, columns.width).double(), torch.zeros(5).long(), torch.zeros(5, count).double()
@@ -222,15 +244,12 @@ def _of_table(learner: Learner) -> Works:
     }  # fmt: skip
     given = x, *(t.double() for t in read.values()), list(more.values())
     given_axes = {0: n}, {1: k}, None, {0: k}, None, None, [None] * len(more)
-    observe, update, predict = (
-        kind(learner, model) for kind in (verbs.ObserveTable, verbs.UpdateTable, verbs.PredictTable)
-    )
     groups = {name: [group.start, group.stop] for name, group in memory.features.groups.items()}
-    return work | {
-        "observe": (observe, (x, fold, y), rows, asked, names),
-        "update": (update, (held, x, fold, y), (axes, *rows), [*names, *asked], out),
-        "merge": _merging(model, state, axes),
-        "predict": (predict, given, given_axes, ["x", *read, *more], answers),
+    return verbs.Table(learner, law), work | {
+        "observe": ((x, fold, y), rows, asked, names),
+        "update": ((held, x, fold, y), (axes, *rows), [*names, *asked], out),
+        "merge": _merging(state, axes),
+        "predict": (given, given_axes, ["x", *read, *more], answers),
     }, {
         "kind": "tables", "groups": groups, "fitted": None if learner.discrete else memory.features.fitted,
         "discrete": learner.discrete, "names": names, "constants": {"TRUST": TRUST, "EMPTY": EMPTY},
@@ -242,10 +261,9 @@ def _held(tensors: dict[str, Tensor]) -> tuple[list[str], list[Tensor], list[str
     return list(tensors), [t.clone() for t in tensors.values()], [f"{name}_out" for name in tensors]
 
 
-def _merging(model: Any, tensors: dict[str, Tensor], axes: list[Any]) -> Work:
+def _merging(tensors: dict[str, Tensor], axes: list[Any]) -> Work:
     (names, mine, out), (_, theirs, _) = _held(tensors), _held(tensors)
-    given = [*names, *(f"other_{name}" for name in names)]
-    return verbs.Merge(model), (mine, theirs), (axes, axes), given, out
+    return (mine, theirs), (axes, axes), [*names, *(f"other_{name}" for name in names)], out
 
 
 def _about(kind: str, empty: Any) -> dict[str, Any]:
@@ -258,17 +276,6 @@ def _about(kind: str, empty: Any) -> dict[str, Any]:
         for name, t in empty.tensors().items()
     }  # fmt: skip
     return {"kind": kind, "state": empty.KIND, "blank": blank}
-
-
-def _content(made: Any, *, half: bool) -> bytes:
-    """The bytes of a graph's file."""
-    import onnx
-
-    if half:
-        _halve(made)
-    onnx.checker.check_model(made)
-    content: bytes = made.SerializeToString(deterministic=True)
-    return content
 
 
 def _halve(made: Any) -> None:

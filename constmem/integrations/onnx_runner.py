@@ -20,7 +20,6 @@ import numpy as np
 import onnxruntime
 
 READS = "constmem.onnx of version 4"
-NOTHING = ""  # the fingerprint of a state that has seen nothing
 CHUNK = 1024  # points observed at once; never changes a result
 PROVIDERS, SLOWER = ["CPUExecutionProvider"], ["SkipLayerNormFusion"]  # slower than what it replaces
 NUMBERS = {"F64": np.float64, "F32": np.float32, "I64": np.int64}
@@ -77,34 +76,35 @@ class Exported:
         return sum(array.nbytes for array in self.state.values())
 
     def fork(self) -> Any:
-        """One that goes on from here by itself; arrays are replaced, never written to."""
-        made = copy(self)
-        made.__dict__ |= {name: copy(v) for name, v in vars(self).items() if isinstance(v, dict | list)}
-        return made
+        """One that goes on from here by itself; states are replaced, never written to."""
+        return copy(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state as the library does: it reads it, and so does `load`."""
-        fingerprint = self.about["fingerprint"] if self.count.any() else NOTHING
+        fingerprint = self.about["fingerprint"] if self.count.any() else ""  # of what has seen nothing
         write(Path(path), self.state, {"format": self.about["state"], "fingerprint": fingerprint})
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a state that `save`, or the library, wrote."""
         state, words = read(Path(path), self.about["state"])
-        fingerprint = words.get("fingerprint") or NOTHING
-        if fingerprint not in (NOTHING, self.about["fingerprint"]):
-            raise ValueError(
-                f"{path} was made by other weights (fingerprint {fingerprint}, these "
-                f"{self.about['fingerprint']}): float16 weights count as others; observe the points again"
-            )
+        if words.get("fingerprint", "") not in ("", self.about["fingerprint"]):
+            raise ValueError(f"{path} was made by other weights (float16 are others, too): observe again")
         batch = np.shape(state.get("count", 0))
         wanted = {name: (t.dtype.name, *batch, *t.shape[1:]) for name, t in self.state.items()}
         if {name: (array.dtype.name, *array.shape) for name, array in state.items()} != wanted:
             raise ValueError(f"{path} is of another model, or was not kept in float64: it is not {wanted}")
         self._set(state)
 
+    def merge(self, other: Any) -> Any:
+        """Merge all that another stream of the same model has seen."""
+        if self.about["fingerprint"] != other.about["fingerprint"] or self.batch != other.batch:
+            raise ValueError("only streams of the same exported model, and as many of them, can be merged")
+        if not np.array_equal(self.state.get("start", 0), other.state.get("start", 0)):
+            raise ValueError("parts of streams count time from one start: give both the same start=")
+        self._change("merge", **{f"other_{name}": t for name, t in other.state.items()})
+
     def _set(self, state: dict[str, Array]) -> None:
-        self.state, self._memory = {name: state[name] for name in self.about["blank"]}, None
-        self._begun = True
+        self.state, self._memory, self._begun = state, None, True
 
     def _blank(self, batch: int) -> dict[str, Array]:
         """The state of nothing."""
@@ -113,14 +113,16 @@ class Exported:
 
     def _run(self, graph: str, **given: Array) -> dict[str, Array]:
         """What a graph makes of these, and of what it takes of the state, by name."""
+        if graph not in self._graphs:
+            raise ValueError(f"an earlier version exported this model, without {graph}: export it again")
         made, takes, gives = self._graphs[graph]
         feed = {name: given[name] if name in given else self.state[name] for name in takes}
         return dict(zip(gives, made.run(None, feed), strict=True))
 
-    def _changed(self, graph: str, **given: Array) -> dict[str, Array]:
-        """The state that a graph makes of these, and of what it takes of the state."""
+    def _change(self, graph: str, **given: Array) -> None:
+        """Take the state that a graph makes of these, and of what it takes of the state."""
         found = self._run(graph, **given)
-        return {name: found[f"{name}_out"] for name in self.about["blank"]}
+        self._set({name: found[f"{name}_out"] for name in self.state})
 
 
 class Runner(Exported):
@@ -141,19 +143,12 @@ class Runner(Exported):
         self._set(self._blank(batch))
 
     def observe(self, x: Any, y: Any) -> None:
-        """Observe points: (n, channels), or (batch, n, channels) of several streams."""
+        """Observe points: (n, channels) or (n,) of one channel; of several streams (batch, n, channels)."""
         x, y = self._points("x", x), self._points("y", y)
         if x.shape[1] != y.shape[1]:
             raise ValueError(f"x has {x.shape[1]} points, y {y.shape[1]}: give one y for each x")
         for i in range(0, x.shape[1], CHUNK):
-            here = slice(i, i + CHUNK)
-            self._set(self._changed("update", x=x[:, here], y=y[:, here]))
-
-    def merge(self, other: "Runner") -> None:
-        """Merge all that another stream of the same model has seen."""
-        if self.about["fingerprint"] != other.about["fingerprint"] or self.batch != other.batch:
-            raise ValueError("only streams of the same exported model, and as many of them, can be merged")
-        self._set(self._changed("merge", **{f"other_{name}": t for name, t in other.state.items()}))
+            self._change("update", x=x[:, i : i + CHUNK], y=y[:, i : i + CHUNK])
 
     def predict(self, xt: Any) -> tuple[Array, Array]:
         """Mean and standard deviation at targets, with the batch in front: (batch, m, dim_y) each."""
@@ -167,16 +162,14 @@ class Runner(Exported):
     def read(self) -> dict[str, Array]:
         """What `predict` needs of the state, by name; made once, until the state changes."""
         if self._memory is None:
-            self._memory = self._run("read", **(self._inverted() if "matrix" in self._graphs else {}))
+            solved = {}
+            if "matrix" in self._graphs:  # of a model with moments: ONNX cannot invert it
+                solved = self._run("matrix")
+                root = np.linalg.inv(factor := np.linalg.cholesky(solved["matrix"]))
+                solved["inverse"] = np.swapaxes(root, -1, -2) @ root
+                solved["log_det"] = 2 * np.log(np.diagonal(factor, axis1=-2, axis2=-1)).sum(-1)
+            self._memory = self._run("read", **solved)
         return dict(self._memory)
-
-    def _inverted(self) -> dict[str, Array]:
-        """The matrices of a model with moments, which ONNX cannot invert."""
-        matrix = self._run("matrix")["matrix"]
-        factor = np.linalg.cholesky(matrix)
-        root = np.linalg.inv(factor)
-        log_det = 2 * np.log(np.diagonal(factor, axis1=-2, axis2=-1)).sum(-1)
-        return {"matrix": matrix, "inverse": np.swapaxes(root, -1, -2) @ root, "log_det": log_det}
 
     def _points(self, name: str, given: Any) -> Array:
         """Numbers as (batch, n, channels) in float64; refuses what is none, or too large."""
@@ -185,11 +178,11 @@ class Runner(Exported):
             points = np.asarray(given, dtype=np.float64)
         except (TypeError, ValueError) as error:
             raise TypeError(f"{name} must be numbers ({error})") from error
-        if points.ndim == 2 and self.batch == 1:
-            points = points[None]
+        if points.ndim in (1, 2) and self.batch == 1:
+            points = points[None] if points.ndim == 2 else points[None, :, None]
         if points.ndim != 3 or points.shape[0] != self.batch or points.shape[2] != dim:
-            here = f"{name} has shape {np.shape(given)}"
-            raise ValueError(f"{here}, but (n, {dim}) of one stream is needed, or ({self.batch}, n, {dim})")
+            needed = f"(n, {dim}) of one stream is needed, or ({self.batch}, n, {dim})"
+            raise ValueError(f"{name} has shape {np.shape(given)}, but {needed}")
         if not (good := (points >= reach[0]) & (points <= reach[1])).all():
             first = tuple(int(i) for i in np.argwhere(~good)[0])
             raise ValueError(f"{name} holds {points[first]} at {first}: leave such points out")
@@ -202,16 +195,23 @@ class EventRunner(Exported):
     Args:
         folder: one that `constmem export --to onnx` wrote of a CMHP.
         start: when each observation began, one number a stream; None: of one stream, with its first event.
+        last_time: when the event before was, for later parts of streams, which earlier ones `merge`.
     """
 
     KIND = "events"
 
-    def __init__(self, folder: str | os.PathLike[str], *, start: Any = None, threads: int = 1) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], *, start: Any = None, last_time: Any = None, threads: int = 1
+    ) -> None:
         super().__init__(folder, threads)
         starts = np.asarray([0.0] if start is None else start, dtype=np.float64).copy()
         if starts.ndim != 1 or not len(starts) or not np.isfinite(starts).all():
             raise ValueError(f"start must be one finite number for each stream, not {start!r}")
-        self._set(self._blank(len(starts)) | {"start": starts, "last_time": starts})
+        last = starts if last_time is None else np.asarray(last_time, dtype=np.float64).copy()
+        fits = last.shape == starts.shape and (np.isfinite(last) & (last >= starts)).all()
+        if not fits or (last_time is not None and start is None):
+            raise ValueError(f"last_time must be one number a stream, none before its start=, not {last}")
+        self._set(self._blank(len(starts)) | {"start": starts, "last_time": last})
         self._begun = start is not None
 
     def observe(self, times: Any, marks: Any = None) -> None:
@@ -230,8 +230,8 @@ class EventRunner(Exported):
         if not self._begun and when.size:
             self._set(self.state | {"start": when[:, 0].copy(), "last_time": when[:, 0].copy()})
         for i in range(0, when.shape[1], CHUNK):
-            here = slice(i, i + CHUNK)
-            self._set(self._changed("update", times=when[:, here], marks=what[:, here].astype(np.int64)))
+            marks = what[:, i : i + CHUNK].astype(np.int64)
+            self._change("update", times=when[:, i : i + CHUNK], marks=marks)
 
     def predict(self) -> dict[str, Array]:
         """The next gap as a mixture of log-normals (log_weights, loc, scale), its mean, and features."""
@@ -255,14 +255,13 @@ def write(path: Path, arrays: dict[str, Array], words: dict[str, str]) -> None:
     """Write a safetensors file as the library does: with the checksum of all of it, whole or not at all."""
     kinds = {np.dtype(kind): name for name, kind in NUMBERS.items()}
     header: dict[str, Any] = {"__metadata__": {"checksum": BLANK.decode(), **words, "version": "1s"}}
-    at, parts = 0, []
-    for name, array in sorted(arrays.items()):
-        parts.append(np.ascontiguousarray(array).tobytes())
-        place = {"data_offsets": [at, at := at + len(parts[-1])]}
+    at, arrays = 0, dict(sorted(arrays.items()))
+    for name, array in arrays.items():
+        place = {"data_offsets": [at, at := at + array.nbytes]}
         header[name] = {"dtype": kinds[array.dtype], "shape": list(array.shape), **place}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    content = len(text).to_bytes(8, "little") + text + b"".join(parts)
+    content = len(text).to_bytes(8, "little") + text + b"".join(t.tobytes() for t in arrays.values())
     content = content.replace(BLANK, hashlib.sha256(content).hexdigest().encode(), 1)  # the first in it
     partial = path.with_name(f".{path.name}.{uuid4().hex}")
     try:

@@ -11,6 +11,7 @@
 
 import json
 import os
+from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,8 +115,7 @@ class TableRunner(Exported, Numbers):
 
     def spawn(self) -> "TableRunner":
         """One that has learned nothing, of the same frozen columns and features: for parts of a table."""
-        made = object.__new__(TableRunner)
-        made.__dict__ |= self.__dict__
+        made = copy(self)
         blank = {name: np.zeros_like(array) for name, array in self.state.items()}
         if "residuals.lse" in blank:
             blank["residuals.lse"] = np.full_like(blank["residuals.lse"], self._empty)
@@ -156,8 +156,8 @@ class TableRunner(Exported, Numbers):
             raise ValueError(f"y holds {wider[known]!r}, which is none of the classes given at first")
         if more:
             self.order, self._asked, self._known = wider, False, None
-            for name, pad in (("cross", ((0, 0), (0, more))), ("square", (0, more))):
-                self.state[name] = np.pad(self.state[name], pad)
+            pads: dict[str, Any] = {"cross": ((0, 0), (0, more)), "square": (0, more)}
+            self.state = self.state | {name: np.pad(self.state[name], pad) for name, pad in pads.items()}
         return one_hot(labels, wider)
 
     def _learn(self, x: Array, y: Array) -> None:
@@ -165,7 +165,7 @@ class TableRunner(Exported, Numbers):
         many = len(x) > RECENT // 2
         if many or self._waiting + len(x) > RECENT:
             self._fold()
-        self._rows.append((x, y))
+        self._rows = [*self._rows, (x, y)]  # forks go on with the same
         self.seen, self._waiting, self._memory = self.seen + len(x), self._waiting + len(x), None
         if many or self._waiting >= RECENT:
             self._fold()
@@ -179,8 +179,7 @@ class TableRunner(Exported, Numbers):
             x = np.concatenate([x for x, _ in rows])
             for i in range(0, len(x), CHUNK):
                 some = x[i : i + CHUNK]
-                found = self._run("update", x=some, fold=fold_of(some, self._folds), y=y[i : i + CHUNK])
-                self.state = {name: found[f"{name}_out"] for name in self.state}
+                self._change("update", x=some, fold=fold_of(some, self._folds), y=y[i : i + CHUNK])
 
     def _fold(self) -> None:
         self._flush()
@@ -219,8 +218,7 @@ class TableRunner(Exported, Numbers):
                 theirs[name] = np.zeros_like(self.state[name])
                 theirs[name][..., places] = other.state[name]
         self._fold()
-        found = self._run("merge", **{f"other_{name}": array for name, array in theirs.items()})
-        self.state = {name: found[f"{name}_out"] for name in self.state}
+        self._change("merge", **{f"other_{name}": array for name, array in theirs.items()})
         self.seen, self._asked, self._known, self._precisions = self.seen + other.seen, False, None, None
         self._folded()
         return self

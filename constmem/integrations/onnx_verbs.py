@@ -1,13 +1,7 @@
-"""The verbs of models as modules on plain tensors, which can be exported one by one."""
+"""Verbs of models on plain tensors, and the graphs that they become."""
 
-import contextlib
 import copy
-import io
-import logging
-import tempfile
-import warnings
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +17,6 @@ from constmem.point_processes.states import ConstantState
 from constmem.tabular.learner import Learner
 from constmem.tabular.precisions import KERNEL
 from constmem.tabular.trace import LEAST
-
-
-class Verb(nn.Module):
-    """One verb of a model."""
-
-    rewritten = True  # by PyTorch's exporter into fewer operations
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
 
 
 class _Attention(nn.Module):
@@ -81,17 +65,30 @@ def sums(phi: Tensor, y: Tensor) -> list[Tensor]:
     return [(gram + gram.mT) / 2, phi.mT @ y, y.square().sum(-2), count]
 
 
-class Merge(Verb):
+def joined(state: list[Tensor], other: list[Tensor], *, slots: bool) -> list[Tensor]:
     """Slots, where there are some (value and lse), then sums."""
-
-    def forward(self, state: list[Tensor], other: list[Tensor]) -> list[Tensor]:
-        first = 0 if self.model is None else 2
-        added = [mine + its for mine, its in zip(state[first:], other[first:], strict=True)]
-        return [*(merged(*state[:2], *other[:2]) if first else ()), *added]
+    first = merged(*state[:2], *other[:2]) if slots else ()
+    return [*first, *(state[i] + other[i] for i in range(len(first), len(state)))]
 
 
-class Observe(Verb):
-    def forward(self, x: Tensor, y: Tensor) -> list[Tensor]:
+class Verbs(nn.Module):
+    """A model whose methods become graphs: tensors in, tensors out; a state is a list of them."""
+
+    rewritten = True  # by PyTorch's exporter into fewer operations
+    verb = ""  # the method that is exported
+
+    def forward(self, *given: Any) -> Any:
+        return getattr(self, self.verb)(*given)
+
+
+class Points(Verbs):
+    """The verbs of a CMANP."""
+
+    def __init__(self, model: CMANP) -> None:
+        super().__init__()
+        self.model = exportable(model)
+
+    def observe(self, x: Tensor, y: Tensor) -> list[Tensor]:
         x, y, _ = self.model._scaled((x, y, None))
         points = torch.cat([x, y], -1).to(self.model.dtype)
         slots = self.model.stack.observation.observe(points, embed=self.model.embed)
@@ -99,88 +96,109 @@ class Observe(Verb):
         moments = [] if regression is None else sums(regression.features(x), y.double())
         return [slots.value, slots.lse, *moments, torch.ones_like(x[..., 0]).long().sum(1)]
 
+    def update(self, state: list[Tensor], x: Tensor, y: Tensor) -> list[Tensor]:
+        return self.merge(state, self.observe(x, y))
 
-class Update(Merge):
-    def forward(self, state: list[Tensor], x: Tensor, y: Tensor) -> list[Tensor]:  # type: ignore[override]
-        return super().forward(state, Observe.forward(self, x, y))  # type: ignore[arg-type]
+    def merge(self, state: list[Tensor], other: list[Tensor]) -> list[Tensor]:
+        return joined(state, other, slots=True)
 
-
-class Read(Verb):
-    def forward(self, value: Tensor) -> Tensor:
-        return self.model._read(value)  # type: ignore[no-any-return]
-
-
-class Matrix(Verb):
-    def forward(self, gram: Tensor) -> Tensor:
+    def matrix(self, gram: Tensor) -> Tensor:
         return self.model.regression.matrix(gram)  # type: ignore[no-any-return]
 
-
-class ReadMoments(Verb):
-    """What follows once a runner has inverted the matrices: ONNX cannot."""
-
-    def forward(
-        self, state: list[Tensor], matrix: Tensor, inverse: Tensor, log_det: Tensor
-    ) -> tuple[Tensor, ...]:
+    def read(self, state: list[Tensor], *solved: Tensor) -> Any:
+        """Of a model with moments from its matrices, inverted by a runner: ONNX cannot."""
         value, *moments = state
-        posterior: Posterior = self.model.regression.solved(Moments(*moments), matrix, inverse, log_det)
-        return self.model._weighed(self.model._read(value), posterior)  # type: ignore[no-any-return]
+        latents = self.model._read(value)
+        if not moments:
+            return latents
+        posterior: Posterior = self.model.regression.solved(Moments(*moments), *solved)
+        return self.model._weighed(latents, posterior)
 
-
-class Predict(Verb):
-    def forward(self, memory: list[Tensor], xt: Tensor) -> tuple[Tensor, Tensor]:
+    def predict(self, memory: list[Tensor], xt: Tensor) -> tuple[Tensor, Tensor]:
         found = self.model.predict(tuple(memory) if len(memory) > 1 else memory[0], xt)
         return found.mean, found.stddev
 
 
-class _Events(Verb):
-    """A verb of a model of events, whose state comes as a list of tensors."""
+class _Slots(NamedTuple):
+    """What a model of events remembers of them all."""
 
-    def __init__(self, model: CMHP, names: list[str]) -> None:
-        super().__init__(model)
-        self.names = names
+    value: Tensor
+    lse: Tensor
 
-    def held(self, tensors: list[Tensor]) -> ConstantState:
-        return ConstantState._made(dict(zip(self.names, tensors, strict=True)), None)
+    def merge(self, other: "_Slots") -> "_Slots":
+        return _Slots(*merged(*self, *other))
 
 
-class UpdateEvents(_Events):
-    def forward(self, state: list[Tensor], times: Tensor, marks: Tensor) -> list[Tensor]:
-        held = self.held(state)
+class _State(ConstantState):
+    """A state in a graph, where nothing can be refused: a runner does so before."""
+
+    @property
+    def attention(self) -> Any:
+        return _Slots(self.memory["value"], self.memory["lse"])
+
+    def _require_parts(self, other: Any, verb: str) -> None:
+        pass
+
+
+class Events(Verbs):
+    """The verbs of a CMHP."""
+
+    def __init__(self, model: CMHP) -> None:
+        super().__init__()
+        self.model = exportable(model)
+        self.empty = model._nothing(torch.zeros(1).double(), torch.zeros(1).double()).tensors()
+
+    def _held(self, tensors: list[Tensor]) -> _State:
+        return _State._made(dict(zip(self.empty, tensors, strict=True)), None)
+
+    def _listed(self, state: ConstantState) -> list[Tensor]:
+        tensors = state.tensors()
+        return [tensors[name] for name in self.empty]
+
+    def observe(self, start: Tensor, last_time: Tensor, times: Tensor, marks: Tensor) -> list[Tensor]:
+        nothing = {name: t.expand(start.shape[0], *t.shape[1:]) for name, t in self.empty.items()}
+        return self.update([*(nothing | {"start": start, "last_time": last_time}).values()], times, marks)
+
+    def update(self, state: list[Tensor], times: Tensor, marks: Tensor) -> list[Tensor]:
+        held = self._held(state)
         gaps = times - torch.cat([held.last_time[:, None], times], 1)[:, :-1]
         chunk = Chunk(times, gaps, marks, None)
         seen = self.model._observe_some(chunk, self.model.scale.since(held.start[:, None], times))
-        value, lse = merged(held.memory["value"], held.memory["lse"], seen.value, seen.lse)
-        after = held.moved(chunk, {"value": value, "lse": lse} | held.recent_after(chunk)).tensors()
-        return [after[name] for name in self.names]
+        memory = held.attention.merge(_Slots(seen.value, seen.lse))._asdict()
+        return self._listed(held.moved(chunk, memory | held.recent_after(chunk)))
 
+    def merge(self, state: list[Tensor], other: list[Tensor]) -> list[Tensor]:
+        return self._listed(self._held(state).merge(self._held(other)))
 
-class PredictEvents(_Events):
-    def forward(self, state: list[Tensor]) -> tuple[Tensor, ...]:
-        features = self.model.read(self.held(state))
+    def predict(self, state: list[Tensor]) -> tuple[Tensor, ...]:
+        features = self.model.read(self._held(state))
         gap = self.model._gap(features)
         return features, gap.log_weights, gap.loc, gap.scale
 
-
-class Marks(Verb):
-    def forward(self, features: Tensor, gap: Tensor) -> Tensor:
+    def marks(self, features: Tensor, gap: Tensor) -> Tensor:
         found: Tensor = self.model.mark_head(features, self.model.scale.standard(gap))
         return found
 
 
-class _Table(Verb):
-    """A verb of a tables' learner; the model is that of its residuals, if they are learned."""
+class Table(Verbs):
+    """The verbs of a tables' learner.
+
+    Args:
+        law: of its residuals' model, if they are learned.
+    """
 
     rewritten = False  # that loses one of two limits where one tensor is clamped twice
 
-    def __init__(self, learner: Learner, model: CMANP | None) -> None:
+    def __init__(self, learner: Learner, law: Points | None) -> None:
+        super().__init__()
         memory = learner.memory
         assert memory is not None
-        super().__init__(model)
-        self.features, self.discrete = memory.features, learner.discrete
+        self.law, self.features, self.discrete = law, memory.features, learner.discrete
+        self.read = None if law is None else law.read
         self.residuals: Any = memory.residuals
         self.centre, self.scale = (torch.from_numpy(t) for t in (learner.center, learner.scale))
 
-    def phi(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _phi(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Features of rows, and the columns that the residuals' model sees."""
         made = torch.cat(self.features._parts(x), 1)
         for name, (_, _, whitener) in self.features.kernels.items():
@@ -189,36 +207,31 @@ class _Table(Verb):
         shown = x[:, :0] if self.residuals is None else self.residuals._shown(self.features, x)
         return made, shown
 
-
-class ObserveTable(_Table):
-    def forward(self, x: Tensor, fold: Tensor, y: Tensor) -> list[Tensor]:
-        phi, shown = self.phi(x)
+    def observe(self, x: Tensor, fold: Tensor, y: Tensor) -> list[Tensor]:
+        phi, shown = self._phi(x)
         y = y if self.discrete else (y - self.centre) / self.scale
         moments = sums(phi, y)
-        if self.residuals is None:
+        if self.law is None:
             return moments
         made = torch.einsum("np,fpk->fnk", phi, self.residuals.weights)
         before = made.gather(0, fold[None, :, None].expand(1, -1, made.shape[2]))[0]
         sigma = self.residuals.sigma[:, None]
-        inputs = context_inputs(before.mT, y.mT, shown.expand(len(sigma), -1, -1), sigma).float()
-        off = residual_of(y.mT, before.mT, sigma)[..., None].float()
-        value, lse, count = Observe.forward(self, inputs, off)  # type: ignore[arg-type]
-        return [value, lse, count, *moments]
+        inputs = context_inputs(before.mT, y.mT, shown.expand(len(sigma), -1, -1), sigma)
+        off = residual_of(y.mT, before.mT, sigma)[..., None]
+        return [*self.law.observe(inputs.float(), off.float()), *moments]
 
+    def update(self, state: list[Tensor], x: Tensor, fold: Tensor, y: Tensor) -> list[Tensor]:
+        return self.merge(state, self.observe(x, fold, y))
 
-class UpdateTable(ObserveTable):
-    def forward(self, state: list[Tensor], x: Tensor, fold: Tensor, y: Tensor) -> list[Tensor]:  # type: ignore[override]
-        return Merge.forward(self, state, super().forward(x, fold, y))  # type: ignore[arg-type]
+    def merge(self, state: list[Tensor], other: list[Tensor]) -> list[Tensor]:
+        return joined(state, other, slots=self.law is not None)
 
-
-class PredictTable(_Table):
-    """Means, variances and the residuals' normals in the units of targets, from what a runner has read."""
-
-    def forward(
+    def predict(
         self, x: Tensor, weights: Tensor, root: Tensor, noise: Tensor, missed: Tensor, usual: Tensor,
         more: list[Tensor],
     ) -> list[Tensor]:  # fmt: skip
-        phi, shown = self.phi(x)
+        """Means, variances and the residuals' normals in units of targets, from what a runner has read."""
+        phi, shown = self._phi(x)
         mean, leverage = phi @ weights, (phi @ root).square().sum(-1)
         if (kernel := self.features.groups.get(KERNEL)) is not None:
             leverage = leverage + missed * ((1.0 - phi[:, kernel].square().sum(-1)).clamp(min=0.0) - usual)
@@ -226,13 +239,13 @@ class PredictTable(_Table):
         if self.discrete:
             return [mean, variance]
         restored = [mean * self.scale + self.centre, variance * self.scale**2]
-        if self.residuals is None:
+        if self.law is None:
             return restored
         latents, count = more
         deviation, sigma = variance.clamp(min=1e-300).sqrt(), self.residuals.sigma[:, None]
         wide = shown.expand(len(sigma), -1, -1)
         inputs = target_inputs(mean.mT, deviation.mT, wide, sigma, count.double()[:, None])
-        law = self.model.predict(latents, inputs.float())
+        law = self.law.model.predict(latents, inputs.float())
         normals, log_weight = law.components, law.log_weight.double().transpose(0, 1)
         means, stds = (t[..., 0].double().transpose(0, 1) for t in (normals.mean, normals.stddev))
         unit = (deviation * self.scale)[..., None]
@@ -240,21 +253,27 @@ class PredictTable(_Table):
 
 
 def graph(
-    verb: Verb, given: tuple[Any, ...], axes: tuple[Any, ...], inputs: list[str], outputs: list[str]
-) -> Any:
-    """A verb as a model of the package onnx, without notes on where it was made."""
-    import onnx
+    model: Verbs, name: str, given: tuple[Any, ...], axes: tuple[Any, ...], inputs: list[str],
+    outputs: list[str],
+) -> Any:  # fmt: skip
+    """A verb as a model of the package onnx, without notes on where it was made.
+
+    Args:
+        given: examples of what the verb takes.
+        axes: those of any length, by their numbers.
+    """
     import onnxscript
 
-    with tempfile.TemporaryDirectory() as folder, torch.no_grad(), _quiet():
-        path = f"{folder}/graph.onnx"
-        torch.onnx.export(
-            verb.eval(), given, path, dynamic_shapes=axes, input_names=inputs, output_names=outputs,
-            dynamo=True, external_data=False, verbose=False, optimize=verb.rewritten,
-            custom_translation_table={torch.ops.aten.searchsorted.Tensor: _searchsorted},
+    model.verb = name
+    with torch.no_grad():
+        exported: Any = torch.onnx.export(
+            model.eval(), given, dynamic_shapes=(axes,), input_names=inputs, output_names=outputs,
+            dynamo=True, verbose=False, optimize=model.rewritten, custom_translation_table={
+                torch.ops.aten.searchsorted.Tensor: _searchsorted, torch.ops.aten.sort.stable: _sort,
+            },
         )  # fmt: skip
-        made = onnx.load(path)
-        if not verb.rewritten:
+        made = exported.model_proto
+        if not model.rewritten:
             onnxscript.optimizer.fold_constants(made)
             onnxscript.optimizer.remove_unused_nodes(made)
     for part in (made, *made.graph.node):
@@ -272,17 +291,9 @@ def _searchsorted(known: Any, asked: Any, *, right: bool = False, **_: Any) -> A
     return opset18.ReduceSum(opset18.Cast(below, to=7), [2], keepdims=0)  # as whole numbers
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the exporter's notes to its own developers."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+def _sort(numbers: Any, *, dim: int, descending: bool = False, **_: Any) -> Any:
+    """All numbers from the least: of equal ones, TopK takes the first in their order, as a stable sort."""
+    from onnxscript import opset18
+
+    count = opset18.Gather(opset18.Shape(numbers), [dim])
+    return opset18.TopK(numbers, count, axis=dim, largest=int(descending), sorted=1)

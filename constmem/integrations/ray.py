@@ -1,6 +1,7 @@
 """States and estimators from a Ray Dataset: workers observe their blocks, and the states are merged."""
 
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -46,7 +47,7 @@ def condition_dataset(
         state = condition_dataset(model, ray.data.read_parquet("s3://..."), x=["lon", "lat"], y=["heat"])
     """
     _require(model, x, y)
-    work = _Conditioned(_folder(model), [*x], [*y], batch_size or ROWS)
+    work = _Conditioned(model, [*x], [*y], batch_size or ROWS)
     made = _mapped(dataset, work, [*x, *y], batch_size, workers)
     layout = Layout(model, model.empty(1), single=False)
     state: Any = merged(layout.of_rows(row[None]) for rows in made for row in rows["state"])
@@ -70,7 +71,7 @@ def condition_groups_dataset(
     least.
     """
     _require(model, x, y)
-    work = _Grouped(_folder(model), [*x], [*y], batch_size or GROUPED, key)
+    work = _Grouped(model, [*x], [*y], batch_size or GROUPED, key)
     pool, layout = StreamPool(model), Layout(model, model.empty(1), single=False)
     for rows in _mapped(dataset, work, [key, *x, *y], batch_size, workers):
         starts = np.flatnonzero(rows["first"][1:]) + 1  # a block may be of several batches
@@ -95,7 +96,7 @@ def states_aggregate(
     from ray.data.block import BlockAccessor
 
     _require(model, x, y)
-    work = _Conditioned(_folder(model), [*x], [*y], ROWS)
+    work = _Conditioned(model, [*x], [*y], ROWS)
     kind, nothing = model.state_type, model.empty(1).packed()
 
     def merge(one: bytes, other: bytes) -> bytes:
@@ -139,57 +140,53 @@ def fit_dataset(
 
 
 class _Conditioned:
-    """From batches of rows to states."""
+    """From batches of rows to states, on the CPU of a worker."""
 
-    def __init__(self, model: dict[str, bytes], x: list[str], y: list[str], rows: int) -> None:
-        self.model, self.x, self.y = model, x, y
+    def __init__(self, model: NeuralProcess[Any, Any], x: list[str], y: list[str], rows: int) -> None:
+        self.model, self.x, self.y = deepcopy(model).cpu().eval(), x, y
         self.rows = rows  # observed at once
-        self._made: Any = None
 
-    def _loaded(self) -> Any:
-        if self._made is None:
-            torch.set_num_threads(1)
-            with TemporaryDirectory() as folder:
-                for name, content in self.model.items():
-                    (Path(folder) / name).write_bytes(content)
-                self._made = NeuralProcess.from_pretrained(folder).eval()
-        return self._made
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        torch.set_num_threads(1)  # it has come to a worker, which has one CPU
 
     def _rows(self, batch: dict[str, Any], columns: list[str]) -> torch.Tensor:
-        made = np.stack([np.asarray(batch[name], np.float64) for name in columns], 1)
-        if not np.isfinite(made).all():
-            row, column = (int(i) for i in np.argwhere(~np.isfinite(made))[0])
-            raise ValueError(f"column {columns[column]!r} holds {made[row, column]}: leave such rows out")
-        return torch.from_numpy(made)
+        """Columns as numbers of the model's kind, (rows, columns)."""
+        made = np.empty((len(batch[columns[0]]), len(columns)))
+        for name, column in zip(columns, made.T, strict=True):
+            try:
+                column[:] = batch[name]
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"column {name!r} holds what is no number: {error}") from error
+            if not (fine := np.isfinite(column)).all():
+                raise ValueError(f"column {name!r} holds {column[~fine][0]}: leave such rows out")
+        return torch.from_numpy(made).to(self.model.dtype)
 
     def state(self, batch: dict[str, Any]) -> Any:
         """The state of all of them."""
-        model = self._loaded()
-        x, y = (self._rows(batch, columns)[None].to(model.dtype) for columns in (self.x, self.y))
+        x, y = (self._rows(batch, columns)[None] for columns in (self.x, self.y))
         pieces = zip(x.split(self.rows, 1), y.split(self.rows, 1), strict=True)
         with torch.no_grad():
-            return merged(model.condition(*piece) for piece in pieces)
+            return merged(self.model.condition(*piece) for piece in pieces)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         return {"state": self._sent(self.state(batch))}
 
     def _sent(self, state: Any) -> Any:
         """States as Ray carries them: a line of bytes for each."""
-        model = self._loaded()
-        return Layout(model, model.empty(1), single=False).rows(state)
+        return Layout(self.model, self.model.empty(1), single=False).rows(state)
 
 
 class _Grouped(_Conditioned):
     """From batches of rows to the states of their keys."""
 
-    def __init__(self, model: dict[str, bytes], x: list[str], y: list[str], rows: int, key: str) -> None:
+    def __init__(self, model: Any, x: list[str], y: list[str], rows: int, key: str) -> None:
         super().__init__(model, x, y, rows)
         self.key = key
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        model = self._loaded()
-        x, y = (self._rows(batch, columns).to(model.dtype) for columns in (self.x, self.y))
-        pool = StreamPool(model)
+        x, y = (self._rows(batch, columns) for columns in (self.x, self.y))
+        pool = StreamPool(self.model)
         for start in range(0, len(x), self.rows):
             piece = slice(start, start + self.rows)
             pool.observe(batch[self.key][piece], x[piece], y[piece])
@@ -216,6 +213,8 @@ def _mapped(
     dataset: Any, work: "_Conditioned | _Fitted", columns: list[str], batch_size: int | None, workers: int
 ) -> Iterable[dict[str, Any]]:
     """Columns of what the workers make of the dataset's batches, as it comes."""
+    if not hasattr(dataset, "map_batches"):
+        raise TypeError(f"a dataset of ray.data is needed, not a {type(dataset).__name__}")
     schema = dataset.schema()
     if schema is None:
         return ()
@@ -239,6 +238,8 @@ def _mapped(
 
 
 def _require(model: NeuralProcess[Any, Any], x: Sequence[str], y: Sequence[str]) -> None:
+    if not isinstance(model, NeuralProcess):
+        raise TypeError(f"a neural process is needed, not a {type(model).__name__}")
     one_size(model)
     for what, given, dim in (("x", x, model.dim_x), ("y", y, model.dim_y)):
         if isinstance(given, str) or len(given) != dim:
@@ -250,13 +251,6 @@ def _column(name: str, names: Iterable[str]) -> None:
         raise ValueError(
             f"there is no column {name!r} in the dataset: there are {', '.join(map(repr, known))}"
         )
-
-
-def _folder(model: NeuralProcess[Any, Any]) -> dict[str, bytes]:
-    """The files of a saved model."""
-    with TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def _saved(estimator: Any) -> bytes:

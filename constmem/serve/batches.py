@@ -1,4 +1,4 @@
-"""One thread that works on a store: what waits is done together, in one transaction or one batch."""
+"""One thread that answers requests of a store, within limits: what waits is done in one batch."""
 
 import asyncio
 import logging
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from constmem.point_processes import PointProcess
-from constmem.serve import Failure, Limits
 from constmem.streams.database import DamagedError
 from constmem.streams.store import Store
 
@@ -23,6 +22,25 @@ if TYPE_CHECKING:
 LEVELS = [0.05, 0.5, 0.95]
 TOGETHER, ROWS = 256, 16_384  # requests answered by one batch, and their rows or targets
 log = logging.getLogger("constmem.serve")
+
+
+class Failure(Exception):  # noqa: N818  # an answer, not a defect
+    """An answer that says what is wrong, why, and what to do."""
+
+    def __init__(self, status: int, kind: str, message: str, *, wait: int | None = None) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.message, self.wait = status, kind, message, wait
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much one request, and all of them together, may ask for."""
+
+    body: int = 2**20  # bytes
+    rows: int = 10_000  # of a request: rows, targets or keys
+    waiting: int = 1024  # requests that wait for an answer
+    streams: int = 10_000_000  # in the store; and as many sources
+    seconds: float = 30.0  # for a body to arrive, and for an answer
 
 
 @dataclass(eq=False)
@@ -109,7 +127,10 @@ class Batches:
             self._closing = True
             self._changed.notify()
         self._thread.join()
-        self.store.close()
+        try:
+            self.store.close()
+        except OSError as error:  # a full disk, for instance; the next start applies the journal
+            log.error("as the service stopped, %s", error.strerror)
 
     def _run(self) -> None:
         torch.set_num_threads(1)
@@ -122,16 +143,17 @@ class Batches:
                 if not batch:
                     return
             self.batches += 1
-            self._observe([each for each in batch if isinstance(each, Observe)])
-            for each in batch:
-                if isinstance(each, Work):
-                    self._answer([each], lambda each=each: [self._worked(each)])  # type: ignore[misc]
+            if rows := [each for each in batch if isinstance(each, Observe)]:
+                self._answer(rows, self._observed)
+                self._deliver()
             groups = defaultdict(list)
             for each in batch:
-                if isinstance(each, Predict):
+                if isinstance(each, Work):
+                    self._answer([each], self._worked)
+                elif isinstance(each, Predict):
                     groups[0 if each.x is None else len(each.x[0]).bit_length()].append(each)
             for group in groups.values():
-                self._answer(group, lambda group=group: self._predicted(group))  # type: ignore[misc]
+                self._answer(group, self._predicted)
             self._deliver()
 
     def _fitting(self) -> int:
@@ -139,15 +161,14 @@ class Batches:
         sizes = accumulate(map(len, self._waiting[:TOGETHER]))
         return max(1, sum(size <= ROWS for size in sizes))
 
-    def _answer(self, requests: list[Any], work: Callable[[], list[Any]]) -> None:
+    def _answer(self, requests: list[Any], work: Callable[[list[Any]], list[Any]]) -> None:
         """Do work for some requests; where that fails, for each by itself, to find which one failed."""
         try:
-            answers = work()
+            answers = work(requests)
         except Exception as error:
             if len(requests) > 1 and not isinstance(error, OSError):
                 for each in requests:
-                    again = self._observed if isinstance(each, Observe) else self._predicted
-                    self._answer([each], lambda each=each, again=again: again([each]))  # type: ignore[misc]
+                    self._answer([each], work)
                 return
             answers = [_failure(error)] * len(requests)
         self._answers += zip(requests, answers, strict=True)
@@ -159,11 +180,6 @@ class Batches:
             loop = answers[0][0].done.get_loop()
             with suppress(RuntimeError):  # it is closed: no client waits any more
                 loop.call_soon_threadsafe(_resolve, answers)
-
-    def _observe(self, requests: list[Observe]) -> None:
-        if requests:
-            self._answer(requests, lambda: self._observed(requests))
-            self._deliver()
 
     def _observed(self, requests: list[Observe]) -> list[dict[str, int]]:
         """Take in the rows of all in one transaction, but for those that were taken before."""
@@ -192,10 +208,11 @@ class Batches:
             self.rows += len(keys)
         return answers
 
-    def _worked(self, request: Work) -> Any:
-        if request.new:
-            self._require_room(request.new)
-        return request.call(self.store) or request.answer
+    def _worked(self, requests: list[Work]) -> list[Any]:
+        for each in requests:
+            if each.new:
+                self._require_room(each.new)
+        return [each.call(self.store) or each.answer for each in requests]
 
     def _require_room(self, keys: list[Any]) -> None:
         names, most = set(keys), self.limits.streams
@@ -207,10 +224,6 @@ class Batches:
     def _predicted(self, requests: list[Predict]) -> list[dict[str, Any]]:
         """Answers for all in one batch; fewer targets than others have are filled up."""
         names = [key for each in requests for key in each.keys]
-        known = set(self.store.known(names))
-        if missing := [name for name in names if name not in known]:
-            raise KeyError(f"there is no stream {missing[0]!r} here: observe rows of it first")
-        self.predictions += len(names)
         if isinstance(self.store.model, PointProcess):
             found = self.store.predict(names)
             with torch.no_grad():
@@ -225,6 +238,7 @@ class Batches:
             rows = [row + row[-1:] * (most - len(row)) for each in requests for row in each.x or []]
             found = self.store.predict(names, np.asarray(rows))
             columns = {"mean": found.mean, "stddev": found.stddev}
+        self.predictions += len(names)
         arrays = {name: np.asarray(t) for name, t in columns.items()}
         answers, start = [], 0
         for each in requests:

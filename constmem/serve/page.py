@@ -1,10 +1,11 @@
 """The page that learns in the browser: its files and small weights, in a folder for any web server."""
 
 import gzip
-import shutil
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -102,12 +103,11 @@ def hosted(folder: Path, port: int = 0) -> Iterator[ThreadingHTTPServer]:
 
 def show_page(port: int) -> None:
     """Write the page to a temporary folder, and serve it until this is stopped."""
-    folder = Path(tempfile.mkdtemp(prefix="constmem-page-"))
-    try:
-        with hosted(write_page(folder), port) as server:
-            print(f"the page: http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", flush=True)
-            server.serve_forever()
-    except KeyboardInterrupt:
-        print()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that no folder is left
+    with (
+        tempfile.TemporaryDirectory(prefix="constmem-page-") as folder,
+        hosted(write_page(Path(folder)), port) as server,
+        suppress(KeyboardInterrupt),
+    ):
+        print(f"the page: http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", flush=True)
+        server.serve_forever()

@@ -23,9 +23,8 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from constmem import __version__
-from constmem.serve import Failure, Limits, Tokens
-from constmem.serve.batches import Batches
-from constmem.serve.verbs import JSON, Verbs
+from constmem.serve import JSON, Tokens, Verbs
+from constmem.serve.batches import Batches, Failure, Limits
 from constmem.streams.store import Store
 
 log = logging.getLogger("constmem.serve")
@@ -52,7 +51,6 @@ class Service:
         self.limits, self.tokens = limits or Limits(), tokens or Tokens()
         self.store, self.batches = store, Batches(store, self.limits)
         self.verbs = Verbs(self.batches, self.limits)
-        self.routes = {f"/v1/{verb}": verb for verb in self.verbs.schemas}
         self.rest = self._rest(page)
         self.answered: Counter[tuple[str, int]] = Counter()
         self.seconds: Counter[float] = Counter()
@@ -78,17 +76,16 @@ class Service:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application, for any ASGI server: verbs are answered here, in a third of FastAPI's time."""
-        verb = self.routes.get(scope["path"]) if scope["type"] == "http" else None
-        if verb is not None:
-            began = time.perf_counter()
-            status, content, headers = await self._answered(verb, scope, receive)
-            self._count_answer(verb, status, time.perf_counter() - began)
-        elif scope["type"] == "http" and scope["path"].startswith("/v1/"):
-            there = f"there is no such verb: there are {', '.join(self.verbs.schemas)}"
-            status, content, headers = failed(Failure(404, "not_found", there))
-        else:
+        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
             await self.rest(scope, receive, send)
             return
+        verb, began = scope["path"].removeprefix("/v1/"), time.perf_counter()
+        status, content, headers = await self._answered(verb, scope, receive)
+        if verb in self.verbs.known:
+            seconds = time.perf_counter() - began
+            self.answered[verb, status] += 1
+            self.spent += seconds
+            self.seconds[next((bound for bound in BOUNDS if seconds <= bound), float("inf"))] += 1
         headers += [(b"content-type", JSON.encode()), (b"content-length", str(len(content)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
@@ -98,15 +95,20 @@ class Service:
         content: bytes | None = None
         try:
             async with asyncio.timeout(self.limits.seconds) as limit:
+                if verb not in self.verbs.known:
+                    there = f"there is no such verb: there are {', '.join(self.verbs.known)}"
+                    raise Failure(404, "not_found", there)
                 if scope["method"] != "POST":
                     raise Failure(405, "method", f"POST a JSON object to /v1/{verb}")
                 given = dict(scope["headers"])
+                if scope.get("crowded"):
+                    raise Failure(503, "busy", "there are too many connections: try again later", wait=5)
                 sent = (given.get(name, b"") for name in (b"authorization", b"origin"))
                 token = self.tokens.holder(*(text.decode(errors="replace") for text in sent))
                 content = await self._body(given.get(b"content-length", b"0"), receive)
                 body = orjson.loads(content)
                 if not isinstance(body, dict):
-                    raise Failure(422, "refused", "the body is a JSON object")
+                    raise ValueError("the body is a JSON object")
                 limit.reschedule(asyncio.get_running_loop().time() + self.limits.seconds)
                 return 200, orjson.dumps(await self.verbs(verb, token, body)), []
         except Failure as failure:
@@ -151,11 +153,6 @@ class Service:
             200 if fine else 503, media_type=JSON,
         )  # fmt: skip
 
-    def _count_answer(self, verb: str, status: int, seconds: float) -> None:
-        self.answered[verb, status] += 1
-        self.spent += seconds
-        self.seconds[next((bound for bound in BOUNDS if seconds <= bound), float("inf"))] += 1
-
     async def _metrics(self, _: Request) -> Response:
         """Counts for Prometheus; no key is in them."""
         gauges = {
@@ -185,9 +182,12 @@ class Service:
 def failed(failure: Failure) -> Answer:
     """An answer that says what is wrong."""
     headers = [] if failure.wait is None else [(b"retry-after", str(failure.wait).encode())]
-    more = {401: (b"www-authenticate", b"Bearer"), 405: (b"allow", b"POST")}
+    more = {
+        401: (b"www-authenticate", b"Bearer"), 405: (b"allow", b"POST"), 503: (b"connection", b"close"),
+    }  # fmt: skip
     headers += [more[failure.status]] if failure.status in more else []
-    content = orjson.dumps({"error": {"kind": failure.kind, "message": _clean(failure.message)}})
+    message = failure.message[:1000].encode(errors="replace").decode()  # what UTF-8 can hold
+    content = orjson.dumps({"error": {"kind": failure.kind, "message": message}})
     return failure.status, content, headers
 
 
@@ -196,11 +196,6 @@ async def _refused(_: Request, error: Any) -> Response:
     kind = {404: "not_found", 405: "method"}.get(error.status_code, "refused")
     status, content, _headers = failed(Failure(error.status_code, kind, f"{error.detail}; see /docs"))
     return Response(content, status, error.headers, JSON)
-
-
-def _clean(message: str) -> str:
-    """What UTF-8 can hold, cut to a sensible length."""
-    return message[:1000].encode(errors="replace").decode()
 
 
 class Connection(HttpToolsProtocol):
@@ -232,6 +227,8 @@ class Connection(HttpToolsProtocol):
         self._wait(1)
 
     def on_headers_complete(self) -> None:
+        most = 4 * self.config.app.limits.waiting  # type: ignore[union-attr]
+        self.scope["crowded"] = len(self.connections) > most  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         self._head = None
         self._wait(2)  # the service itself waits for the body once as long, and says so
@@ -270,7 +267,7 @@ def settings(service: Service) -> dict[str, Any]:
     """How uvicorn is to run a service."""
     return {
         "http": Connection, "access_log": False, "timeout_keep_alive": 30, "server_header": False,
-        "limit_concurrency": 4 * service.limits.waiting, "proxy_headers": False, "ws": "none",
+        "proxy_headers": False, "ws": "none",
         "timeout_graceful_shutdown": ceil(service.limits.seconds),
     }  # fmt: skip
 

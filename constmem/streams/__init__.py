@@ -2,7 +2,7 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence, Sized
 from functools import partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -70,17 +70,6 @@ class Estimator(Protocol):
 Pooled = AnyModel | Estimator
 
 
-def by_key(model: Any) -> AnyModel | Table:
-    """The model, or what an estimator says it is to a pool."""
-    found: Any = model.by_key() if hasattr(model, "by_key") else model
-    if not isinstance(found, NeuralProcess | PointProcess | Table):
-        raise TypeError(
-            "a pool is of a neural or a point process, or of a fitted estimator, not of a "
-            f"{type(model).__name__}"
-        )
-    return found
-
-
 def listed(keys: Sequence[Hashable]) -> list[Hashable]:
     """Keys as a list, of any type."""
     if isinstance(keys, str | bytes):
@@ -95,9 +84,10 @@ def listed(keys: Sequence[Hashable]) -> list[Hashable]:
 def checked(keys: Sequence[Hashable]) -> list[Hashable]:
     """Keys as a list of texts and whole numbers."""
     names = listed(keys)
-    for name in names:
-        if not isinstance(name, str | int) or isinstance(name, bool):
-            raise TypeError(f"a key must be a text or a whole number, not {name!r}")
+    if not set(map(type, names)) <= {str, int}:
+        for name in names:
+            if not isinstance(name, str | int) or isinstance(name, bool):
+                raise TypeError(f"a key must be a text or a whole number, not {name!r}")
     return names
 
 
@@ -114,8 +104,12 @@ def fits(model: AnyModel | Table, blank: Any, names: list[Hashable], state: Any)
 
 def one_size(model: Any) -> tuple[Any, Any]:
     """What holds states by key, and its state of nothing; models whose states grow are refused."""
-    found: Any = by_key(model)
-    one = found.empty(0.0 if isinstance(found, PointProcess) else 1)
+    found: Any = model.by_key() if hasattr(model, "by_key") else model
+    if not isinstance(found, NeuralProcess | PointProcess | Table):
+        kinds = "of a neural or a point process, or of a fitted estimator"
+        raise TypeError(f"a pool is {kinds}, not of a {type(model).__name__}")
+    nothing: Any = 0.0 if isinstance(found, PointProcess) else 1
+    one = found.empty(nothing)
     if any(0 in t.shape for t in one.tensors().values()):
         raise ValueError(
             f"states of one size are needed, and those of {type(found).__name__} grow with what they are "
@@ -180,10 +174,15 @@ def grouped(
     return order, groups
 
 
-def rows_of(model: AnyModel | Table, x: Any, y: Any) -> tuple[Tensor, Any]:
-    """Rows of points, or times and marks, as tensors of one line for each row; no marks are None."""
-    if isinstance(model, Table):
-        return model.rows(x, y)
+def rows_of(model: AnyModel | Table, names: Sized, x: Any, y: Any) -> tuple[Tensor, Any]:
+    """Rows of points, or times and marks, as tensors of one line for each name; no marks are None."""
+    given = model.rows(x, y) if isinstance(model, Table) else _rows(model, x, y)
+    if len(names) != len(given[0]):
+        raise ValueError(f"there are {len(names)} keys, but {len(given[0])} rows: each row needs one")
+    return given
+
+
+def _rows(model: AnyModel, x: Any, y: Any) -> tuple[Tensor, Any]:
     where = model.device
     if isinstance(model, PointProcess):
         times = _tensor_on(where, "times", x)

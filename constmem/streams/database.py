@@ -10,6 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 Key = Hashable
 Position = int | str
 VERSION = 2
@@ -102,27 +105,25 @@ class Database:
 
     def states(self, keys: Iterable[Key]) -> Iterator[tuple[Key, int, bytes]]:
         """Those that are there: the key, up to which entry of the journal they hold it, and the content."""
+        query = "select upto, content from states where key = ?"
         with self._clear():
             for key in keys:
-                found = self._sqlite.execute(
-                    "select upto, content from states where key = ?", (key,)
-                ).fetchone()
-                if found is not None:
-                    yield (
-                        key,
-                        found[0],
-                        self._opened(f"{key!r} {found[0]}", found[1], f"the state of {key!r}", "that stream"),
-                    )
+                for upto, content in self._sqlite.execute(query, (key,)).fetchall():
+                    what = f"the state of {key!r}"
+                    yield key, upto, self._opened(f"{key!r} {upto}", content, what, "that stream")
 
-    def held(self, keys: Iterable[Key]) -> list[Key]:
-        """Those of the keys that are there, whatever their states are."""
-        run = self._sqlite.execute
+    def found(self, query: str, *given: Any) -> list[Any]:
+        """The rows that answer a query."""
         with self._clear():
-            return [key for key in keys if run("select 1 from states where key = ?", (key,)).fetchone()]
+            return self._sqlite.execute(query, given).fetchall()
 
-    def write_states(self, rows: Iterable[tuple[Key, int, bytes]]) -> None:
+    def holds(self, key: Key) -> bool:
+        """Whether there is a state of that key, damaged or not."""
+        return bool(self.found("select 1 from states where key = ?", key))
+
+    def write_states(self, rows: Iterable[tuple[Key, int, NDArray[np.uint8]]]) -> None:
         """Inside of a transaction: what is held of these keys from now on."""
-        sealed = ((key, upto, _sealed(f"{key!r} {upto}", content)) for key, upto, content in rows)
+        sealed = ((key, upto, _sealed(f"{key!r} {upto}", row.tobytes())) for key, upto, row in rows)
         self._sqlite.executemany(WRITE, sealed)
 
     def delete_states(self, keys: Iterable[Key]) -> None:
@@ -130,34 +131,15 @@ class Database:
         self._sqlite.executemany("delete from states where key = ?", ((key,) for key in keys))
 
     def keys(self, prefix: str, after: str | None, number: int) -> list[str]:
-        """Texts in order: those that begin so, behind `after`."""
-        low = "key > ?" if after is not None and after >= prefix else "key >= ?"
-        start = after if after is not None and after >= prefix else prefix
-        with self._clear():
-            query = f"select key from states where typeof(key) = 'text' and {low} order by key limit ?"
-            found = [key for (key,) in self._sqlite.execute(query, (start, number))]
-        return [key for key in found if key.startswith(prefix)]
-
-    def number(self) -> int:
-        """How many states there are."""
-        with self._clear():
-            (found,) = self._sqlite.execute("select count(*) from states").fetchone()
-        return int(found)
+        """Texts in order, from where those stand that begin so, and behind `after`."""
+        start = max(prefix, after or "")
+        low = ">" if start == after else ">="
+        query = f"select key from states where typeof(key) = 'text' and key {low} ? order by key limit ?"
+        return [key for (key,) in self.found(query, start, number)]
 
     def append(self, entry: int, content: bytes | bytearray) -> None:
         """Inside of a transaction: one more entry of the journal."""
         self._sqlite.execute("insert into journal values (?, ?)", (entry, content))
-
-    def journal(self, after: int = 0) -> Iterator[tuple[int, bytes]]:
-        """All entries, the oldest first."""
-        while True:
-            with self._clear():
-                query = "select id, content from journal where id > ? order by id limit 1"
-                found = self._sqlite.execute(query, (after,)).fetchone()
-            if found is None:
-                return
-            after = found[0]
-            yield found
 
     def forget(self, before: int) -> None:
         """Inside of a transaction: entries that all states hold."""
@@ -172,8 +154,7 @@ class Database:
     def _read_positions(self) -> tuple[dict[str, Position], DamagedError | None]:
         """Of every source, and an error where one is not what was written."""
         found, lost = {}, None
-        rows = self._sqlite.execute("select cast(name as blob), cast(position as blob) from sources")
-        for raw, content in rows.fetchall():
+        for raw, content in self.found("select cast(name as blob), cast(position as blob) from sources"):
             name = raw.decode(errors="backslashreplace")
             try:
                 found[name] = json.loads(self._opened(f"source {name}", content, "a position", "its source"))
@@ -195,14 +176,14 @@ class Database:
 
     def check(self) -> None:
         """Verify every page and every checksum; raises where something is damaged."""
+        found = [row[0] for row in self.found("pragma integrity_check(3)")]
+        if found != ["ok"]:
+            raise self._damaged("; ".join(found))
         with self._clear():
-            found = [row[0] for row in self._sqlite.execute("pragma integrity_check(3)")]
-            if found != ["ok"]:
-                raise self._damaged("; ".join(found))
-            for (key,) in self._sqlite.execute("select key from states"):
+            for (key,) in self._sqlite.execute("select key from states"):  # there may be millions
                 list(self.states([key]))
-            if (lost := self._read_positions()[1]) is not None:
-                raise lost
+        if (lost := self._read_positions()[1]) is not None:
+            raise lost
 
     def close(self) -> None:
         """Close the file."""
@@ -227,14 +208,15 @@ class Database:
         except UnicodeEncodeError as error:
             raise ValueError(f"a key must be a text that UTF-8 can hold: {error}") from error
         except OverflowError as error:
-            raise ValueError(f"a key or a position is too large a number for a store: {error}") from error
+            raise ValueError("a number must fit 64 bits: write a larger key as a text") from error
         except sqlite3.Error as error:
             name, path = getattr(error, "sqlite_errorname", "SQLITE_ERROR"), str(self.path)
             if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
                 why = "another process holds this store, or another Store of this one: close it first"
                 raise BlockingIOError(errno.EAGAIN, why, path) from error
             if name.startswith(("SQLITE_FULL", "SQLITE_IOERR")):
-                why = f"the store could not be read or written ({error}): nothing of this call was taken"
+                why = f"the store could not be read or written ({error}): nothing of this call was taken, "
+                why += "and all that was taken before it is kept"
                 raise OSError(errno.ENOSPC if "FULL" in name else errno.EIO, why, path) from error
             if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH")):
                 why = f"the store cannot be opened to write ({error})"

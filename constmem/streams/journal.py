@@ -42,12 +42,8 @@ class Layout:
         parts = {name: [str(kept), *shape] for name, _, kept, shape in self.parts}
         return {"state": self.model.state_type.KIND, "fingerprint": self.fingerprint or "", "layout": parts}
 
-    def packed(self, state: Any) -> list[bytes]:
-        """The bytes of each state of a batch."""
-        return [row.tobytes() for row in self.rows(state)]
-
     def rows(self, state: Any) -> NDArray[np.uint8]:
-        """The same as an array, a line for each state."""
+        """The bytes of a batch, a line for each state."""
         tensors = state.tensors()
         columns = [
             tensors[name].detach().cpu().to(kept).contiguous().view(len(tensors[name]), -1).numpy()
@@ -55,14 +51,8 @@ class Layout:
         ]
         return np.concatenate([column.view(np.uint8) for column in columns], 1)
 
-    def unpacked(self, contents: list[bytes]) -> Any:
-        """The batch of states that these bytes were made of; ValueError where they cannot be any."""
-        if len(set(map(len, contents))) != 1:
-            raise ValueError("holds states of different sizes")
-        return self.of_rows(np.frombuffer(bytearray().join(contents), np.uint8).reshape(len(contents), -1))
-
     def of_rows(self, rows: NDArray[np.uint8]) -> Any:
-        """The batch of states that `rows` gave."""
+        """The batch of states that `rows` gave; ValueError where it cannot have."""
         tensors, at = {}, 0
         for name, dtype, kept, shape in self.parts:
             width = kept.itemsize * int(np.prod(shape))
@@ -86,22 +76,24 @@ class Journaled:
     ) -> None:
         self.database, self.pool, self.layout, self.longest = database, pool, layout, longest
         self.most = max(memory // pool._blank.nbytes, FEWEST)
-        self.positions, self.number = database.positions, database.number()
+        self.positions = database.positions
+        self.number: int = database.found("select count(*) from states")[0][0]
         self._upto: dict[Hashable, int] = {}  # by key in memory, the latest used last: entries that it holds
         self._first: dict[Hashable, int] = {}  # the first entry that the file lacks, the oldest first
         self._rows: dict[int, int] = {}  # of each entry in the journal
         self._last = self._waiting = 0  # the latest entry; rows of all
-        for number, content in database.journal():
-            self._replay(number, content)
-
-    def __contains__(self, name: Hashable) -> bool:
-        return name in self._upto
+        for (number,) in database.found("select id from journal order by id"):
+            for (content,) in database.found("select content from journal where id = ?", number):
+                self._replay(number, content)
 
     def there(self, names: Iterable[Hashable]) -> list[Hashable]:
         """Those of these streams that there are, damaged ones too."""
-        every = list(dict.fromkeys(names))
-        here = [name for name in every if name in self._upto]
-        return here + self.database.held(name for name in every if name not in self._upto)
+        return [name for name in dict.fromkeys(names) if name in self._upto or self.database.holds(name)]
+
+    @property
+    def unwritten(self) -> list[Hashable]:
+        """Streams whose states the file does not have, or not as they are."""
+        return list(self._first)
 
     def load(self, names: Sequence[Hashable]) -> None:
         """Bring those of these streams that there are into memory."""
@@ -113,7 +105,8 @@ class Journaled:
         self._make_room(len(missing), set(names))
         if found:
             try:
-                state = self.layout.unpacked([content for _, _, content in found])
+                rows = np.stack([np.frombuffer(content, np.uint8) for _, _, content in found])
+                state = self.layout.of_rows(rows)
             except ValueError as error:
                 raise DamagedError(f"{self.database.path} is damaged: it {error}") from error
             self.pool.put([name for name, _, _ in found], state)
@@ -153,9 +146,9 @@ class Journaled:
         self.load(names)
         state = state.signed(self.layout.fingerprint) if state.fingerprint is None else state
         self._require_place(names, state)
-        contents = self.layout.packed(state)
+        rows = self.layout.rows(state)
         with self.database.transaction():
-            self.database.write_states((n, self._last, c) for n, c in zip(names, contents, strict=True))
+            self.database.write_states((n, self._last, row) for n, row in zip(names, rows, strict=True))
         self.number += sum(name not in self._upto for name in names)
         self.pool.put(names, state)
         self._upto |= dict.fromkeys(names, self._last)
@@ -222,8 +215,8 @@ class Journaled:
     def _write(self, names: list[Hashable]) -> list[Hashable]:
         """Inside of a transaction: write the states of these, and cut the journal."""
         if names:
-            rows = zip(names, self.layout.packed(self.pool.state(names)), strict=True)
-            self.database.write_states((name, self._upto[name], content) for name, content in rows)
+            rows = zip(names, self.layout.rows(self.pool.state(names)), strict=True)
+            self.database.write_states((name, self._upto[name], row) for name, row in rows)
         done = set(names)
         rest = (first for name, first in self._first.items() if name not in done)
         self.database.forget(next(rest, self._last))  # the last entry stays: no number is used twice
@@ -270,9 +263,9 @@ class Journaled:
             lacking = [i for i in part if self._upto.get(names[i], 0) < number and names[i] not in lost]
             chosen = [names[i] for i in lacking]
             if header["verb"] == "delete":
-                if there := self.database.held(chosen):  # written by an eviction while entries were replayed
+                if any(map(self.database.holds, chosen)):  # written by an eviction during this replay
                     with self.database.transaction():
-                        self.database.delete_states(there)
+                        self.database.delete_states(chosen)
                 self._drop(chosen)
             elif chosen:
                 at = np.full(len(names), -1)

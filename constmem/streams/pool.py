@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Hashable, Sequence
 from functools import partial
+from itertools import islice
 from threading import Lock
 from typing import Any
 
@@ -75,10 +76,8 @@ class StreamPool:
             points: how many are computed with at once, padding included; never changes a result.
         """
         checks.positive("points", points)
-        given = rows_of(self.model, x, y)
         rows = named(keys)
-        if len(rows) != len(given[0]):
-            raise ValueError(f"there are {len(rows)} keys, but {len(given[0])} rows: each row needs one")
+        given = rows_of(self.model, rows, x, y)
         if not len(rows):
             return
         order, groups = grouped(rows, points)
@@ -165,7 +164,7 @@ class StreamPool:
     def oldest(self, number: int) -> list[Hashable]:
         """The keys whose last rows are the longest ago."""
         with self._writing:
-            return [name for name, _ in zip(self._places, range(number), strict=False)]
+            return list(islice(self._places, number))
 
     @property
     def keys(self) -> list[Hashable]:

@@ -12,7 +12,8 @@ from torch import Tensor
 from constmem.core import checks
 from constmem.core.monoid import Monoid
 from constmem.neural_processes import NeuralProcess
-from constmem.streams import AnyModel, checked, fits, listed, rows_of
+from constmem.point_processes import PointProcess
+from constmem.streams import AnyModel, checked, fits, rows_of
 from constmem.streams.database import Database, Position
 from constmem.streams.journal import Journaled, Layout
 from constmem.streams.pool import StreamPool
@@ -32,7 +33,7 @@ class Store:
     Args:
         path: an SQLite file, made where it is missing. One process at a time holds it, and none
             that is forked from that one.
-        model: as for a `StreamPool`.
+        model: of points or of events, whose state does not grow.
         memory: bytes for states in memory.
         single: whether values are kept in float32 on disk: half the size, about 1e-7 of each value lost
             whenever a state is read back, and with it the promise on every bit. Counts and times stay exact.
@@ -66,6 +67,11 @@ class Store:
     ) -> None:
         checks.positive("memory", memory)
         checks.positive("journal", journal)
+        if not isinstance(model, NeuralProcess | PointProcess):
+            raise TypeError(
+                f"a store is of a neural or a point process, not of a {type(model).__name__}: streams of an "
+                "estimator are held by a StreamPool"
+            )
         self.model = model
         pool = StreamPool(model)
         layout = Layout(model, pool._blank, single)
@@ -107,9 +113,8 @@ class Store:
         self, keys: Sequence[Hashable], x: Any, y: Any, positions: dict[str, Position]
     ) -> tuple[bool, ...]:
         """`observe` with positions of several sources: which are new; unless all are, nothing is taken."""
-        given, rows = rows_of(self.model, x, y), _named(keys)
-        if len(rows) != len(given[0]):
-            raise ValueError(f"there are {len(rows)} keys, but {len(given[0])} rows: each row needs one")
+        rows = _named(keys)
+        given = rows_of(self.model, rows, x, y)
         _require_places(positions)
         with self._locked() as held:
             new = tuple(self._is_new(name, place) for name, place in positions.items())
@@ -159,11 +164,9 @@ class Store:
         return found
 
     def known(self, keys: Sequence[Hashable]) -> list[Hashable]:
-        """Those of the keys that name a stream."""
-        names = list(dict.fromkeys(_named(keys)))
+        """Those of the keys that name a stream, damaged ones too."""
         with self._locked() as held:
-            held.load(names)
-            return [name for name in names if name in held]
+            return held.there(_named(keys))
 
     def put(self, keys: Sequence[Hashable], state: Any) -> None:
         """Hold these states under these keys, in place of those held before; on disk when it returns."""
@@ -202,8 +205,7 @@ class Store:
     def delete(self, keys: Sequence[Hashable]) -> int:
         """Delete streams, on disk too, damaged ones as well; returns how many there were."""
         with self._locked() as held:
-            names = held.there(_named(keys))
-            if names:
+            if names := held.there(_named(keys)):
                 held.delete(names)
             return len(names)
 
@@ -211,8 +213,9 @@ class Store:
         """The keys that are texts, in order, from the one behind `after`."""
         checks.positive("most", most)
         with self._locked() as held:
-            held.flush()
-            return self._database.keys(prefix, after, most)
+            names = self._database.keys(prefix, after, most) + held.unwritten
+            found = {name for name in names if isinstance(name, str) and name.startswith(prefix)}
+            return sorted(name for name in found if name > (after or ""))[:most]
 
     def flush(self) -> None:
         """Write all states: the store then opens faster; without, nothing is lost either."""
@@ -269,22 +272,12 @@ class Store:
 
 
 def _named(keys: Sequence[Hashable]) -> list[Hashable]:
-    """Keys that a store takes."""
-    names: Any = listed(keys)
-    if set(map(type, names)) == {str}:  # as most are: checked together
-        texts = names
-    else:
-        texts = [name for name in checked(names) if isinstance(name, str)]
-        if any(isinstance(name, int) and not -(2**63) <= name < 2**63 for name in names):
-            raise ValueError("a key that is a number must fit 64 bits: write it as a text")
-    if texts and not 0 < min(map(len, texts)) <= max(map(len, texts)) <= LONGEST:
-        name = next(text for text in texts if not 0 < len(text) <= LONGEST)
-        raise ValueError(f"a key must have 1 to {LONGEST} letters, not {len(name):,}: {name[:20]!r}")
-    try:
-        "".join(texts).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"a key must be a text that UTF-8 can hold: {error.reason}") from error
-    return names  # type: ignore[no-any-return]
+    """Keys that a store takes; the database refuses those that it cannot hold before anything is changed."""
+    names = checked(keys)
+    for name in names:
+        if isinstance(name, str) and not 0 < len(name) <= LONGEST:
+            raise ValueError(f"a key must have 1 to {LONGEST} letters, not {len(name):,}: {name[:20]!r}")
+    return names
 
 
 def _require_places(positions: dict[str, Position]) -> None:

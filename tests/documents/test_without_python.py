@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import constmem
 from constmem import CMANP, CMHP, StreamingRegressor
 
 ROOT = Path(__file__).parents[2]
@@ -114,3 +115,19 @@ def test_the_site_lists_every_page() -> None:
     listed = set((ROOT / "docs" / "index.md").read_text().split())
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
     assert pages <= listed, f"add these to docs/index.md: {sorted(pages - listed)}"
+
+
+def test_the_api_page_has_every_function_and_class_that_documents_import() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    listed = set(re.findall(r"::? constmem\.[\w.]*?(\w+)$", page, re.MULTILINE))
+    for package in re.findall(r"automodule:: (\S+)", page):
+        listed |= set(importlib.import_module(package).__all__)
+    used: set[str] = set()
+    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for names in re.findall(
+            r"^from constmem[\w.]* import (\([^)]+\)|[^\n(]+)", document.read_text(), re.MULTILINE
+        ):
+            used |= set(re.findall(r"\w+", names))
+    assert len(used) > 30
+    missing = {name for name in used - listed if not name.isupper() or name in dir(constmem)}
+    assert not missing, f"add these to docs/api.md: {sorted(missing)}"

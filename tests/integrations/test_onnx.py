@@ -128,6 +128,11 @@ def test_every_kind_of_prediction_is_exported(kind: str, tmp_path: Path) -> None
             torch.nn.init.normal_(part.weight, std=0.3)  # type: ignore[union-attr,arg-type]
     export(model, tmp_path)
     x, y, xt = torch.rand(2, 40, 2), torch.rand(2, 40, model.dim_y) - 0.5, torch.rand(2, 1030, 2)
+    if model.dim_y == 1:
+        listed, nested = Runner(tmp_path), Runner(tmp_path)
+        listed.observe(x[0], y[0, :, 0])  # one channel, as a stream takes it
+        nested.observe(x[:1], y[:1])
+        np.testing.assert_array_equal(listed.predict(xt[0])[0], nested.predict(xt[0])[0])
     first, second = (Runner(tmp_path, batch=2) for _ in range(2))
     first.observe(x[:, :7], y[:, :7])
     first.observe(x[:, 7:8], y[:, 7:8])

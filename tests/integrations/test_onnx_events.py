@@ -83,6 +83,55 @@ def test_states_go_both_ways_through_files(model: CMHP, folder: Path, tmp_path: 
         same(other, model, model.update(state, torch.tensor([2e6]).double(), torch.tensor([1])))
 
 
+@pytest.mark.parametrize("counts", [(7, 5), (1, 1), (0, 4), (4, 0)])
+def test_parts_of_streams_merge_in_any_order_as_in_the_library(
+    counts: tuple[int, int], model: CMHP, folder: Path, tmp_path: Path
+) -> None:
+    start = torch.full((2,), 1e6, dtype=torch.float64)
+    times, marks = events(2, sum(counts))
+    times = times.round(decimals=0)  # some are simultaneous
+    first, later = (slice(counts[0]), slice(counts[0], None))
+    before = times[:, counts[0] - 1] if counts[0] else start
+    for swapped in (False, True):
+        mine = EventRunner(folder, start=start)
+        other = EventRunner(folder, start=start, last_time=before)
+        mine.observe(times[:, first], marks[:, first])
+        other.observe(times[:, later], marks[:, later])
+        with torch.no_grad():
+            part = model.update(model.empty(start), times[:, first], marks[:, first])
+            rest = model.update(model.empty(start, last_time=before), times[:, later], marks[:, later])
+            whole = model.update(part, times[:, later], marks[:, later])
+        if swapped:
+            mine, other, part, rest = other, mine, rest, part
+        mine.merge(other)
+        same(mine, model, part.merge(rest))
+        with torch.no_grad():
+            np.testing.assert_allclose(mine.predict()["loc"], model.query(whole).gap.loc, atol=1e-5)
+        mine.save(tmp_path / "state")
+        same(mine, model, ConstantState.load(tmp_path / "state"))
+
+
+def test_only_parts_of_the_same_streams_merge(folder: Path) -> None:
+    runner = EventRunner(folder, start=[0.0])
+    with pytest.raises(ValueError, match="as many of them"):
+        runner.merge(EventRunner(folder, start=[0.0, 1.0]))
+    with pytest.raises(ValueError, match=r"count time from one start: .* start="):
+        runner.merge(EventRunner(folder, start=[1.0]))
+    with pytest.raises(ValueError, match="last_time must be"):
+        EventRunner(folder, start=[1.0], last_time=[0.0])
+    with pytest.raises(ValueError, match="last_time must be"):
+        EventRunner(folder, last_time=[0.0])
+
+
+def test_graphs_observe_events_from_nothing(folder: Path) -> None:
+    times, marks = events(2, 5)
+    runner = EventRunner(folder, start=[1e6, 1e6])
+    found = runner._run("observe", times=times.numpy(), marks=marks.numpy())
+    runner.observe(times, marks)
+    for name, array in runner.state.items():
+        np.testing.assert_allclose(found[f"{name}_out"], array, atol=1e-6, err_msg=name)
+
+
 def test_observation_begins_with_the_first_event_where_nothing_else_is_said(
     model: CMHP, folder: Path
 ) -> None:

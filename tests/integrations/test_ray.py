@@ -23,7 +23,7 @@ import pandas as pd
 import ray
 import torch
 
-from constmem import CMANP, StreamingClassifier, StreamingRegressor
+from constmem import CMANP, CMHP, StreamingClassifier, StreamingRegressor
 from constmem.integrations.ray import (
     condition_dataset, condition_groups_dataset, fit_dataset, states_aggregate
 )
@@ -118,6 +118,9 @@ for call in (
     lambda: condition_dataset(LBANP(dim_x=2, dim_y=1, dim=16, depth=1), dataset, x=["a", "b"], y=["y"]),
     lambda: fit_dataset(StreamingRegressor(), dataset, target="price"),
     lambda: condition_dataset(model, ray.data.from_pandas(bad), **columns),
+    lambda: condition_dataset(model, dataset, x=["a", "sensor"], y=["y"]),
+    lambda: condition_dataset(CMHP(num_marks=2), dataset, x=["a", "b"], y=["y"]),
+    lambda: condition_dataset(model, rows, **columns),
 ):
     try:
         call()
@@ -179,12 +182,15 @@ def test_a_key_may_be_an_input_too(result: dict[str, Any]) -> None:
 
 
 def test_what_cannot_be_done_is_said_before_or_with_the_column(result: dict[str, Any]) -> None:
-    missing, text, stored, target, infinite = result["refused"]
+    missing, text, stored, target, infinite, words, events, frame = result["refused"]
     assert "no column 'c'" in missing
     assert "a list of 2 column(s) is needed" in text
     assert "those of LBANP grow with what they are shown" in stored
     assert "no column 'price'" in target
     assert "column 'b' holds inf" in infinite
+    assert "column 'sensor' holds what is no number" in words
+    assert "a neural process is needed, not a CMHP" in events
+    assert "a dataset of ray.data is needed, not a DataFrame" in frame
 
 
 def test_a_dataset_of_no_rows_is_the_empty_state(result: dict[str, Any]) -> None:

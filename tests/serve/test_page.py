@@ -1,7 +1,11 @@
 """The page in a real browser: the library's numbers, controls by mouse and keys, clear words on errors."""
 
 import gzip
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -197,6 +201,17 @@ def test_pixels_are_revealed_drawn_replaced_merged_and_rewound(site: tuple[Path,
     assert page.inner_text('#panel-digit [data-id="off"]') == f"{off:.3f}"
 
 
+def test_a_whole_digit_is_predicted_as_it_was_shown(shown: Shown) -> None:
+    """As well as real digits are: the 5 that is hidden first stays open."""
+    page = shown()
+    page.click('[data-id="all"]')
+    points, mean, _ = page.evaluate(DIGIT)
+    off = [abs(mean[round(13.5 * (x + 1)) * 28 + round(13.5 * (y + 1))] - level) for x, y, level in points]
+    assert len(off) == 784
+    assert sum(miss < 0.25 for miss in off) > 0.98 * 784
+    assert page.inner_text('#panel-digit [data-id="off"]') == f"{sum(off) / 784:.3f}"
+
+
 def test_a_pixel_of_both_drawings_is_replaced_as_one(shown: Shown) -> None:
     page = shown()
     box = page.locator('[data-id="seen"]').bounding_box()
@@ -266,7 +281,7 @@ def test_a_curve_gains_loses_and_forgets_points(site: tuple[Path, str], shown: S
     same(mean, wanted)
     memory = page.inner_text('#panel-curve [data-id="memory"]')
     page.click('[data-id="thousand"]')
-    page.wait_for_function("document.getElementById('status').textContent.startsWith('1000 points')")
+    page.wait_for_function("document.getElementById('status').textContent.startsWith('1,000 points came')")
     assert page.inner_text('#panel-curve [data-id="memory"]') == memory
     assert page.inner_text('#panel-curve [data-id="count"]') == "1,000"
 
@@ -467,6 +482,19 @@ def test_a_port_that_is_taken_is_answered_with_advice(tmp_path: Path) -> None:
     with hosted(tmp_path) as first, pytest.raises(OSError, match="in use") as caught:
         hosted(tmp_path, first.server_port).__enter__()
     assert "take another --port" in advice_on(caught.value)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_page_that_is_ended_leaves_no_folder(number: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from constmem.cli import main; main()", "page", "--port", "0"]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline().startswith("the page: http://127.0.0.1:")
+        assert list(tmp_path.glob("constmem-page-*"))
+        running.send_signal(number)
+        assert running.wait(60) == 0
+    assert not list(tmp_path.glob("constmem-page-*"))
 
 
 def test_tabs_of_others_are_refused(tmp_path: Path) -> None:

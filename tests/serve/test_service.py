@@ -30,8 +30,8 @@ from tests.streams.test_store import alone, require_same, rows
 
 pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
-from constmem.serve import Failure, Limits, Tokens  # noqa: E402
-from constmem.serve.batches import Batches  # noqa: E402
+from constmem.serve import Tokens  # noqa: E402
+from constmem.serve.batches import Batches, Failure, Limits, Observe, Predict  # noqa: E402
 from constmem.serve.service import HEAD, Service, settings  # noqa: E402
 
 MODEL = built()
@@ -216,6 +216,7 @@ BAD: list[tuple[str, Any, int]] = [
     ("observe", {"key": "a", "x": 1e30, "y": 1}, 422),
     ("observe", {"key": "a", "x": 1, "y": 1, "source": "s", "position": 2**70}, 422),
     ("observe", {"key": "a", "x": 1, "y": 1, "source": "s", "position": True}, 422),
+    ("observe", {"key": "a", "x": 1, "y": 1, "source": "s" * 300, "position": 1}, 422),
     ("bulk/observe", {"keys": "ab", "x": [1, 2], "y": [1, 2]}, 422),
     ("bulk/observe", {"keys": ["a", "b"], "x": [1], "y": [1, 2]}, 422),
     ("bulk/observe", {"keys": ["a", "b"], "x": [1, None], "y": [1, 2]}, 422),
@@ -575,13 +576,47 @@ def test_a_disk_that_is_full_is_an_answer_and_the_service_goes_on(tmp_path: Path
         assert ask("bulk/observe", many) == (200, {"taken": 200})
 
 
+def test_a_service_stops_in_one_line_where_its_disk_is_full_and_loses_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with served(tmp_path / "s") as (port, service):
+        ask = Client(port)
+        keys = [f"{'k' * 900}{i}" for i in range(200)]
+        assert ask("bulk/observe", keys=keys, x=[1] * 200, y=[1] * 200) == (200, {"taken": 200})
+        run = service.store._database._sqlite.execute
+        (pages,) = run("pragma page_count").fetchone()
+        run(f"pragma max_page_count = {pages}")
+    assert [record.name for record in caplog.records] == ["constmem.serve"]
+    assert "all that was taken before it is kept" in caplog.text
+    assert "Traceback" not in caplog.text
+    with Store(tmp_path / "s", MODEL) as store:
+        assert store.count(keys).tolist() == [1] * 200
+
+
+def test_connections_beyond_their_number_are_sent_away_in_words(tmp_path: Path) -> None:
+    with served(tmp_path / "s", limits=Limits(waiting=2, seconds=5.0)) as (port, _):
+        ask = Client(port)
+        links = [socket.create_connection(("127.0.0.1", port)) for _ in range(9)]
+        try:
+            for link in links:
+                link.sendall(b"POST /v1/count HTTP/1.1\r\n")
+            time.sleep(0.5)
+            status, answer = ask("count", key="a")
+            assert (status, answer["error"]["kind"], ask.wait) == (503, "busy", "5")
+            assert "connections" in answer["error"]["message"]
+            assert ask.get("/health")[0] == 200
+        finally:
+            for link in links:
+                link.close()
+        time.sleep(0.5)
+        assert ask("count", key="a")[0] == 404
+
+
 def test_many_at_once_are_each_answered_for_themselves(tmp_path: Path) -> None:
     """Good and bad requests in one batch: the bad ones alone are refused, and bits are as if alone."""
     names, x, y = rows(120, 8)
 
     async def ask_all(batches: Batches) -> list[Any]:
-        from constmem.serve.batches import Observe, Predict
-
         asked: list[Any] = []
         for i, (key, a, b) in enumerate(zip(names, x.tolist(), y.tolist(), strict=True)):
             asked.append(batches.submit(Observe([key], [a], [b], "me", i)))
@@ -619,8 +654,6 @@ def test_large_requests_are_not_answered_all_at_once(tmp_path: Path, monkeypatch
     monkeypatch.setattr(store, "observe_all", observed)
 
     async def ask_all(batches: Batches) -> list[Any]:
-        from constmem.serve.batches import Observe, Predict
-
         column = [[0.5]] * 60
         asked = [batches.submit(Observe(["a"] * 60, column, column)) for _ in range(5)]
         asked += [batches.submit(Predict(["a"], [column])) for _ in range(5)]

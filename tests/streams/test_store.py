@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from constmem import CMANP, Store, Stream, StreamPool
+from constmem import CMANP, Store, Stream, StreamingRegressor, StreamPool
 from constmem.kernels import paths
 from constmem.streams import _rounds, journal, one_by_one
 from tests.laws import models as small_models
@@ -276,7 +276,7 @@ def test_float32_at_rest_is_half_the_size_and_nearly_the_same(tmp_path: Path) ->
             torch.testing.assert_close(again.value, states.value, atol=1e-6, rtol=1e-6)
             assert torch.equal(again.value, states.value) is not single
             assert torch.equal(again.count, states.count)
-            sizes[single] = len(journal.Layout(MODEL, MODEL.empty(1), single).packed(again)[0])
+            sizes[single] = len(journal.Layout(MODEL, MODEL.empty(1), single).rows(again)[0])
     assert sizes[True] < 0.51 * sizes[False]
 
 
@@ -313,6 +313,34 @@ def test_merge_fork_put_and_delete_are_on_disk_at_once(tmp_path: Path) -> None:
             again.fork(first, "new")
         again.observe(["new"], [1.0], [1.0])
         assert again.count(["new"]).item() == 1
+
+
+def test_keys_are_listed_without_writing_anything(tmp_path: Path) -> None:
+    names = [f"{'ab'[i % 2]}/{i:03}" for i in range(200)]
+    with Store(tmp_path / "s", MODEL, memory=1) as store:  # room for few: some are in the file, some are not
+        for start in range(0, 200, 50):
+            store.observe([*names[start : start + 50], 7], torch.ones(51, 1), torch.ones(51, 1))
+        store.delete(names[10:20])
+        left = sorted({*names} - {*names[10:20]})
+        store._database._sqlite.execute("pragma query_only = on")  # as on a disk that is full
+        assert store.keys() == left
+        assert store.keys("b/") == [name for name in left if name.startswith("b/")]
+        pages, after = [], ""
+        while page := store.keys("a/", after=after, most=7):
+            pages.append(page)
+            after = page[-1]
+        assert [name for page in pages for name in page] == [name for name in left if name.startswith("a/")]
+        assert {len(page) for page in pages[:-1]} == {7}
+        store._database._sqlite.execute("pragma query_only = off")
+
+
+def test_an_estimator_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).normal(size=(60, 2))
+    estimator = StreamingRegressor(size=16, pretrained=False).fit(rows, rows[:, 0])
+    for model in (estimator, "gp"):
+        with pytest.raises(TypeError, match=r"a store is of a neural or a point process.*StreamPool"):
+            Store(tmp_path / "s", model)  # type: ignore[arg-type]
+    assert not (tmp_path / "s").exists()
 
 
 def test_a_store_that_another_process_holds_is_refused(tmp_path: Path) -> None:

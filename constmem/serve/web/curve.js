@@ -97,7 +97,7 @@ export class CurveTab {
       }
       this.show();
       if (left) requestAnimationFrame(step);
-      else this.say(`${count} points came; the memory is still ${kilobytes(this.stream.model.bytes)}.`);
+      else this.say(`${count.toLocaleString("en")} points came; the memory is still ${kilobytes(this.stream.model.bytes)}.`);
     };
     step();
   }

@@ -10,8 +10,8 @@ export class Stream {
     this.times = [];  // of the last updates, in milliseconds
   }
 
-  get updateTime() {
-    return this.times.length ? this.times.reduce((a, b) => a + b) / this.times.length : null;
+  get updateTime() {  // the median: a pause of the browser's is no update
+    return this.times.length ? [...this.times].sort((a, b) => a - b)[this.times.length >> 1] : null;
   }
 
   // Older points first lose `fade` of the logarithm of their weight
