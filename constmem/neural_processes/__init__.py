@@ -5,11 +5,10 @@ from typing import Any
 from constmem import core
 from constmem.core.fold import ConditioningError
 from constmem.neural_processes.base import NeuralProcess
-from constmem.neural_processes.bootstrap import BANP, BNP
 from constmem.neural_processes.cmanp import CMANP
 from constmem.neural_processes.cnp import CANP, CNP
-from constmem.neural_processes.latent import ANP, NP
 from constmem.neural_processes.points import Scales
+from constmem.neural_processes.sampling import ANP, BANP, BNP, NP
 from constmem.neural_processes.states import StoredPoints
 from constmem.neural_processes.transformers import EQTNP, LBANP, TNPD
 

@@ -1,6 +1,6 @@
 """The CNP family: what its models share, and the conditional ones, by means of points or by attention."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Required, TypedDict, Unpack
 
 import torch
@@ -8,13 +8,15 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from constmem.core.algebra import bias_of
 from constmem.core.checks import positive
 from constmem.core.costs import Needs
 from constmem.core.fold import Chunk, joined
 from constmem.core.layers import MLP, RELU, affine, keep_variance
+from constmem.core.model import listed
 from constmem.core.state import AttentionState
 from constmem.neural_processes.base import M, NeuralProcess
-from constmem.neural_processes.encoders import Attended, AttentiveEncoder, PoolingPair
+from constmem.neural_processes.encoders import Attended, AttentiveEncoder, Keyed, PoolingPair, linear_in_parts
 from constmem.neural_processes.heads import AnyStd, std_of
 from constmem.neural_processes.points import S
 from constmem.neural_processes.states import StoredPoints, StoringProcess
@@ -54,23 +56,6 @@ class PointDecoder(nn.Module):
         return mean, std_of(raw, self.std)
 
 
-def linear_in_parts(
-    parts: Sequence[Float[Tensor, "*#b _"]], weight: Float[Tensor, "o i"], bias: Tensor | None = None
-) -> Float[Tensor, "*b o"]:
-    """A linear map of parts side by side, which are broadcast against each other only behind it.
-
-    Each is one product of matrices, whatever its strides: the same to the last digit.
-    """
-    weights = weight.split([part.shape[-1] for part in parts], 1)
-    total: Tensor | None = None
-    for part, own in zip(parts, weights, strict=True):
-        flat = F.linear(part.flatten(0, -2), own, bias if total is None else None)
-        term = flat.view(*part.shape[:-1], weight.shape[0])
-        total = term if total is None else total + term
-    assert total is not None
-    return total
-
-
 class EncodingSettings(TypedDict, total=False):
     """The settings of an `EncodingProcess`."""
 
@@ -98,6 +83,7 @@ class EncodingProcess(NeuralProcess[S, M]):
         std: "coarse" (at least 0.1) as published, "bounded" (at least 0.05) or "exp".
     """
 
+    encoder: Any  # one of points, `PoolingPair` or `AttentiveEncoder`
     decoder: PointDecoder
 
     def __init__(
@@ -113,6 +99,10 @@ class EncodingProcess(NeuralProcess[S, M]):
     ) -> None:
         super().__init__(dim_x=dim_x, dim_y=dim_y)
         del dim, pre_depth, post_depth, decoder_depth, std  # the parts take them from `config`
+
+    def decode(self, memory: M, xt: Float[Tensor, "b m x"]) -> tuple[Tensor, ...]:
+        xt = xt.to(self.dtype)
+        return self.decoder(xt, *self.encoder.represent(memory, xt))  # type: ignore[no-any-return]
 
     def _widths(self) -> tuple[int, int]:
         """How many numbers the second encoder gives, and how many the decoder takes in their place."""
@@ -167,24 +157,47 @@ class SamplingProcess(EncodingProcess[S, M]):
 
 
 class PoolingProcess(EncodingProcess[AttentionState, M]):
-    """A model of the CNP family whose state is two running means: constant memory."""
+    """A model of the CNP family whose state is two running means: constant memory.
+
+    Both are one `AttentionState`, with one slot and all scores zero: its value is the mean, its lse the
+    logarithm of the number of points.
+
+    Args:
+        rest: the settings of the other class that a model is of.
+    """
 
     encoder: PoolingPair
 
+    def __init__(self, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.encoder, self.decoder = self._pooling()
+
     def empty(self, batch: int = 1) -> AttentionState:
-        return self.encoder.empty(batch, self.device)
+        return AttentionState.empty((batch, *self.layout[:-1]), self.layout[-1], device=self.device)
 
     def _observe(
         self, x: Tensor, y: Tensor, mask: Tensor | None, log_weight: Tensor | None
     ) -> AttentionState:
-        return self.encoder.observe(torch.cat([x, y], -1).to(self.dtype), mask, log_weight)
+        points = torch.cat([x, y], -1).to(self.dtype)
+        bias = bias_of(mask, log_weight, torch.promote_types(points.dtype, torch.float32))
+        means, lses = zip(*self.encoder.means(points, bias), strict=True)
+        b, n = points.shape[:2]
+        count = torch.full((b,), n, device=points.device) if mask is None else mask.sum(-1)
+        value, lse = torch.stack(means, 1), torch.stack(lses, 1)  # (b, 2, d), (b, 2)
+        return AttentionState.of(value[:, :, None, None], lse[:, :, None, None], count)
 
     def observing_parameters(self) -> list[Tensor]:
-        return self.encoder.observing()
+        return listed(*self.encoder.pre)
 
     @property
     def layout(self) -> tuple[int, ...]:
-        return self.encoder.layout
+        return len(self.encoder.pre), 1, 1, self.config["dim"]
+
+    def _context(self, state: AttentionState) -> Float[Tensor, "b d"]:
+        return self.encoder.read(state.value[:, 0, 0, 0], 0)
+
+    def _pooled(self, state: AttentionState) -> Float[Tensor, "b o"]:
+        return self.encoder.read(state.value[:, 1, 0, 0], 1)
 
 
 class CNP(PoolingProcess[Tensor]):
@@ -205,19 +218,9 @@ class CNP(PoolingProcess[Tensor]):
 
     name: ClassVar[str] = "cnp"
 
-    def __init__(self, **settings: Unpack[EncodingSettings]) -> None:
-        super().__init__(**settings)
-        self.encoder, self.decoder = self._pooling()
-
     def read(self, state: AttentionState) -> Float[Tensor, "b r"]:
         """What both encoders make of their means."""
-        return torch.cat([self.encoder.read(state, which) for which in (0, 1)], -1)
-
-    def decode(
-        self, memory: Float[Tensor, "b r"], xt: Float[Tensor, "b m x"]
-    ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
-        mean, std = self.decoder(xt.to(self.dtype), memory[:, None])
-        return mean, std
+        return torch.cat([self._context(state), self._pooled(state)], -1)
 
 
 class AttendingProcess(EncodingProcess[StoredPoints, M], StoringProcess[M]):
@@ -230,6 +233,7 @@ class AttendingProcess(EncodingProcess[StoredPoints, M], StoringProcess[M]):
     """
 
     older: ClassVar[Mapping[str, Any]] = {"value_relu": True}
+    encoder: AttentiveEncoder
 
     def __init__(self, *, num_heads: int = 8, value_relu: bool = False, **rest: Any) -> None:
         super().__init__(**rest)
@@ -239,7 +243,23 @@ class AttendingProcess(EncodingProcess[StoredPoints, M], StoringProcess[M]):
         self.decoder = self._decoder()
 
     def needs(self, *, learning: bool) -> Needs:
-        return self.encoder.needs(self.config, learning=learning)
+        """A point's tokens while they attend to each other; while learning, all that both encoders compute.
+
+        Learning, the context is predicted too: a point is also a target.
+        """
+        dim, pre, post, decoder = (
+            self.config[key] for key in ("dim", "pre_depth", "post_depth", "decoder_depth")
+        )
+        if learning:
+            target = (post + decoder + 8) * dim
+            return Needs((2 * (pre + 8) + post + 2) * dim + target, target)
+        return Needs(8 * dim, 6 * dim)
+
+    def _context(self, state: StoredPoints) -> Keyed:
+        return self.encoder.keyed(*self._points(state))
+
+    def _pooled(self, state: StoredPoints) -> Float[Tensor, "b o"]:
+        return self.encoder.pooled(*self._points(state))
 
 
 class CANP(AttendingProcess[Attended]):
@@ -261,10 +281,3 @@ class CANP(AttendingProcess[Attended]):
     def read(self, state: StoredPoints) -> Attended:
         """The data's mean, and their keys and values: two vectors a point."""
         return self.encoder.encode(*self._points(state))
-
-    def decode(
-        self, memory: Attended, xt: Float[Tensor, "b m x"]
-    ) -> tuple[Float[Tensor, "b m y"], Float[Tensor, "b m y"]]:
-        xt = xt.to(self.dtype)
-        mean, std = self.decoder(xt, *self.encoder(memory, xt))
-        return mean, std

@@ -1,21 +1,20 @@
-"""How the CNP family encodes points: pooling, and 8-head post-norm attention.
+"""How the CNP family encodes sets of points: pooled, seen by each other and by targets, or drawn again.
 
 All modules take any number of axes `*b` before the points: tasks, and samples of tasks.
 """
 
+from collections.abc import Sequence
 from math import log, sqrt
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from constmem.core.algebra import EMPTY, bias_of, settle
-from constmem.core.costs import Needs
+from constmem.core.algebra import EMPTY, accumulator, bias_of, settle
+from constmem.core.fold import Chunk
 from constmem.core.layers import MLP, attend, check_heads, keep_variance
-from constmem.core.model import listed
-from constmem.core.state import AttentionState
 
 
 def pool(
@@ -44,18 +43,30 @@ def paired(x: Float[Tensor, "*#b n x"], y: Float[Tensor, "*b n y"]) -> Float[Ten
     return torch.cat([x.expand(*y.shape[:-1], -1), y], -1)
 
 
-class PoolingPair(nn.Module):
-    """Two encoders of points: an MLP on each point, the mean of what it gives, an MLP on the mean.
+def linear_in_parts(
+    parts: Sequence[Float[Tensor, "*#b _"]], weight: Float[Tensor, "o i"], bias: Tensor | None = None
+) -> Float[Tensor, "*b o"]:
+    """A linear map of parts side by side, which are broadcast against each other only behind it.
 
-    Both running means are one `AttentionState`, with one slot and all scores zero: its value is the
-    mean, its lse the logarithm of the number of points.
+    Each is one product of matrices, whatever its strides: the same to the last digit.
     """
+    weights = weight.split([part.shape[-1] for part in parts], 1)
+    total: Tensor | None = None
+    for part, own in zip(parts, weights, strict=True):
+        flat = F.linear(part.flatten(0, -2), own, bias if total is None else None)
+        term = flat.view(*part.shape[:-1], weight.shape[0])
+        total = term if total is None else total + term
+    assert total is not None
+    return total
+
+
+class PoolingPair(nn.Module):
+    """Two encoders of points: an MLP on each point, the mean of what it gives, an MLP on the mean."""
 
     def __init__(
         self, *, dim_x: int, dim_y: int, dim: int, outs: tuple[int, int], pre_depth: int, post_depth: int
     ) -> None:
         super().__init__()
-        self.dim = dim
         self.pre = nn.ModuleList(
             MLP(dim_in=dim_x + dim_y, dim_hidden=dim, dim_out=dim, depth=pre_depth) for _ in outs
         )
@@ -63,42 +74,32 @@ class PoolingPair(nn.Module):
             MLP(dim_in=dim, dim_hidden=dim, dim_out=out, depth=post_depth) for out in outs
         )
 
-    def empty(self, batch: int, device: torch.device) -> AttentionState:
-        """The state of nothing."""
-        return AttentionState.empty((batch, *self.layout[:-1]), self.dim, device=device)
+    def means(
+        self, points: Float[Tensor, "*b n p"], bias: Float[Tensor, "*b n"] | None
+    ) -> list[tuple[Float[Tensor, "*b d"], Float[Tensor, "*b"]]]:
+        """What each encoder pools of points weighted by exp(bias): see `pool`."""
+        return [pool(pre(points), bias) for pre in self.pre]
 
-    @property
-    def layout(self) -> tuple[int, int, int, int]:
-        """The shape of a state, but for the batch: (depth, heads, slots, channels)."""
-        return len(self.pre), 1, 1, self.dim
-
-    def observe(
-        self, points: Float[Tensor, "b n p"], mask: Tensor | None, log_weight: Tensor | None
-    ) -> AttentionState:
-        """The running means of exactly these points."""
-        bias = bias_of(mask, log_weight, torch.promote_types(points.dtype, torch.float32))
-        means, lses = zip(*(pool(pre(points), bias) for pre in self.pre), strict=True)
-        b, n = points.shape[:2]
-        count = torch.full((b,), n, device=points.device) if mask is None else mask.sum(-1)
-        value, lse = torch.stack(means, 1), torch.stack(lses, 1)  # (b, 2, d), (b, 2)
-        return AttentionState.of(value[:, :, None, None], lse[:, :, None, None], count)
-
-    def observing(self) -> list[Tensor]:
-        """The weights that its states depend on."""
-        return listed(*self.pre)
-
-    def read(self, state: AttentionState, which: int) -> Float[Tensor, "b o"]:
+    def read(self, mean: Float[Tensor, "*b d"], which: int) -> Float[Tensor, "*b o"]:
         """What one of the encoders makes of its mean."""
-        out: Tensor = self.post[which](state.value[:, which, 0, 0].to(_dtype(self)))
+        out: Tensor = self.post[which](mean.to(_dtype(self)))
         return out
 
-    def forward(
-        self, points: Float[Tensor, "*b n p"], mask: Bool[Tensor, "*b n"] | None
+    def encode(
+        self, x: Float[Tensor, "*#b n x"], y: Float[Tensor, "*b n y"], mask: Bool[Tensor, "*b n"] | None
     ) -> Float[Tensor, "*b o"]:
         """Both encoders, without a state in between."""
-        bias = bias_of(mask, None, torch.promote_types(points.dtype, torch.float32))
-        parts = zip(self.pre, self.post, strict=True)
-        return torch.cat([post(pool(pre(points), bias)[0].to(_dtype(self))) for pre, post in parts], -1)
+        bias = bias_of(mask, None, torch.promote_types(x.dtype, torch.float32))
+        found = self.means(paired(x, y), bias)
+        return torch.cat([self.read(mean, which) for which, (mean, _) in enumerate(found)], -1)
+
+    def attend(self, context: Float[Tensor, "*b o"], xt: Tensor) -> Float[Tensor, "*b 1 o"]:  # noqa: ARG002
+        """What was encoded, the same for all targets."""
+        return context[..., None, :]
+
+    def represent(self, memory: Float[Tensor, "*b o"], xt: Tensor) -> tuple[Float[Tensor, "*b 1 o"]]:
+        """The same, in one part."""
+        return (self.attend(memory, xt),)
 
 
 class PostNormAttention(nn.Module):
@@ -202,17 +203,6 @@ class AttentiveEncoder(nn.Module):
         self.attention = PostNormAttention(dim=dim, num_heads=num_heads)
         self.post = MLP(dim_in=dim, dim_hidden=dim, dim_out=out, depth=post_depth)
 
-    def needs(self, config: dict[str, Any], *, learning: bool) -> Needs:
-        """A point's tokens while they attend to each other; while learning, all that both encoders compute.
-
-        Learning, the context is predicted too: a point is also a target.
-        """
-        dim, pre, post, decoder = (config[key] for key in ("dim", "pre_depth", "post_depth", "decoder_depth"))
-        if learning:
-            target = (post + decoder + 8) * dim
-            return Needs((2 * (pre + 8) + post + 2) * dim + target, target)
-        return Needs(8 * dim, 6 * dim)
-
     def keyed(
         self, x: Float[Tensor, "*#b n x"], y: Float[Tensor, "*b n y"], mask: Bool[Tensor, "*b n"] | None
     ) -> Keyed:
@@ -239,7 +229,7 @@ class AttentiveEncoder(nn.Module):
         out: Tensor = self.attention(self.keys(xt), *context)
         return out
 
-    def forward(
+    def represent(
         self, memory: Attended, xt: Float[Tensor, "*#b m x"]
     ) -> tuple[Float[Tensor, "*b m d"], Float[Tensor, "*b 1 o"]]:
         """What each target reads from the points, and the vector for all of them."""
@@ -248,3 +238,39 @@ class AttentiveEncoder(nn.Module):
 
 def _dtype(module: nn.Module) -> torch.dtype:
     return next((p.dtype for p in module.parameters()), torch.float32)  # none where they are quantized
+
+
+def ordered(x: Tensor, y: Tensor, mask: Tensor | None) -> Chunk:
+    """The points in an order that depends on what they are, not on how they came; real ones first."""
+    points = torch.cat([x, y], -1).to(accumulator(x.device))
+    weights = torch.arange(2, points.shape[-1] + 2, dtype=points.dtype, device=points.device).sqrt()
+    key = (points * weights).sum(-1)  # no two different points in practice have the same
+    if mask is not None:
+        key = key.masked_fill(~mask, float("inf"))
+    order = key.argsort(dim=-1, stable=True)
+    x, y = (t.gather(1, order[..., None].expand_as(t)) for t in (x, y))
+    return x, y, None if mask is None else mask.gather(1, order)
+
+
+def drawn(
+    uniforms: Float[Tensor, "2 #b k n"], x: Float[Tensor, "b n x"], mask: Tensor | None
+) -> Int[Tensor, "2 b k n"]:
+    """Indices of points drawn with replacement from the real ones, wherever those are."""
+    b, n = x.shape[:2]
+    if mask is None:
+        return (uniforms * n).long().clamp_max(n - 1).expand(2, b, -1, -1)
+    count = mask.sum(-1)[:, None, None]
+    which = torch.minimum((uniforms * count).long(), count - 1).clamp_min(0)
+    numbers = torch.arange(1, n + 1, device=x.device).expand(b, n).contiguous()
+    place = torch.searchsorted(mask.cumsum(-1), numbers) % max(n, 1)  # of the first real point, the second...
+    return place[None, :, None].expand_as(which).gather(-1, which)
+
+
+def picked(points: Float[Tensor, "b k n p"], draws: Int[Tensor, "b k n"]) -> Float[Tensor, "b k n p"]:
+    """The points that were drawn, of each version."""
+    return points.gather(2, draws[..., None].expand(-1, -1, -1, points.shape[-1]))
+
+
+def repeated(points: Tensor, k: int) -> Tensor:
+    """The same points for each of k versions, without a copy."""
+    return points[:, None].expand(points.shape[0], k, *points.shape[1:])

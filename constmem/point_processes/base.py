@@ -16,7 +16,7 @@ from typing_extensions import TypeVar
 
 from constmem.core import checks
 from constmem.core.monoid import NOTHING as UNSIGNED
-from constmem.point_processes.chunks import Chunk, Walk, pieces, streamed, walk
+from constmem.point_processes.chunks import Chunk, pieces, streamed, walk
 from constmem.point_processes.events import EventLogProb, Events
 from constmem.point_processes.model import EventModel, Prediction, sample
 from constmem.point_processes.padding import NOTHING, Given, moments
@@ -239,8 +239,7 @@ class PointProcess(EventModel, Generic[S]):
         stride = self._stride(events, chunk)
         parts = pieces(events, state.last_time, stride)
         chunks = list(zip(parts, wanted.split(stride, 1), strict=True))
-        plan = Walk(partial(self._score, some=some), chunks, self.seeds(len(chunks), generator))
-        return walk(plan, state, [*self.parameters()])
+        return walk(partial(self._score, some=some), chunks, self.seeds(len(chunks), generator), state, self)
 
     def _score(
         self, state: S, chunk: Chunk, wanted: Tensor, *, some: bool = False

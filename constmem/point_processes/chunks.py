@@ -6,14 +6,15 @@ after it. So the peak is that of one chunk, however many there are.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float64, Int64, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
 from constmem.core import checks
 from constmem.point_processes.events import Events
@@ -21,7 +22,8 @@ from constmem.point_processes.padding import NOTHING, UNKNOWN, exact, numbers, o
 
 FEW = 32  # events that are checked one by one
 Recent = tuple[Float64[Tensor, "b k"], Float64[Tensor, "b k"], Int64[Tensor, "b k"]]  # times, gaps, marks
-Score = Callable[..., tuple[Tensor, Tensor, Any]]  # (state, chunk, wanted) to log-probabilities and a state
+Scored = tuple[Tensor, Tensor, Any]  # log-probabilities of gaps and marks, and the state after them
+Score = Callable[..., Scored]  # of a state, a chunk and the places wanted
 
 
 class Chunk(NamedTuple):
@@ -165,103 +167,67 @@ def _require_fitting(
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Walk:
-    """What to do with which chunks.
+def walk(
+    score: Score, chunks: Sequence[tuple[Chunk, Tensor]], seeds: Sequence[int], state: Any, model: nn.Module
+) -> Scored:
+    """Log-probabilities of gaps and marks of all chunks, and the state after them; lean in its gradient.
 
-    Attributes:
-        score: from a state, a chunk and the places wanted to log-probabilities of gaps and marks, and the
-            state after the chunk.
+    Args:
         chunks: the events, and which of them are wanted.
         seeds: of PyTorch's own generator for each chunk, where something is drawn; else empty.
+        model: whose parameters a gradient may be wanted of.
     """
-
-    score: Score
-    chunks: Sequence[tuple[Chunk, Tensor]]
-    seeds: Sequence[int]
-
-    def step(self, i: int, state: Any) -> tuple[Tensor, Tensor, Any]:
-        """The log-probabilities of chunk i, and the state after it."""
-        if not self.seeds:
-            return self.score(state, *self.chunks[i])
-        with seeded(self.seeds[i], state.device):
-            return self.score(state, *self.chunks[i])
-
-
-def walk(plan: Walk, state: Any, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor, Any]:
-    """Log-probabilities of gaps and marks of all chunks, and the state after them; lean in its gradient."""
-    if len(plan.chunks) == 1 or not torch.is_grad_enabled():
-        return _walked(plan, state)[:3]
-    names = tuple(state.memory)
-    inputs = *state.memory.values(), *parameters
-    end: list[Any] = []
-    time, mark, *memory = _Rewind.apply(plan, state, names, end, *inputs)  # type: ignore[no-untyped-call]
-    return time, mark, replace(end[0], memory=dict(zip(names, memory, strict=True)))
-
-
-def _walked(plan: Walk, state: Any) -> tuple[Tensor, Tensor, Any, list[Any]]:
-    times, marks, states = [], [], []
-    for i in range(len(plan.chunks)):
-        states.append(state)
-        time, mark, state = plan.step(i, state)
+    lean, parameters = len(chunks) > 1 and torch.is_grad_enabled(), [*model.parameters()]
+    times, marks = [], []
+    each: Sequence[int | None] = seeds or [None] * len(chunks)
+    for (chunk, wanted), seed in zip(chunks, each, strict=True):
+        step = partial(_taken, score, seed, chunk, wanted)
+        time, mark, state = _rewound(step, state, parameters) if lean else step(state)
         times.append(time)
         marks.append(mark)
-    return torch.cat(times, 1), torch.cat(marks, 1), state, states
+    return torch.cat(times, 1), torch.cat(marks, 1), state
+
+
+def _taken(score: Score, seed: int | None, chunk: Chunk, wanted: Tensor, state: Any) -> Scored:
+    with nullcontext() if seed is None else seeded(seed, state.device):
+        return score(state, chunk, wanted)
+
+
+def _rewound(step: Score, state: Any, parameters: Sequence[Tensor]) -> Scored:
+    """A step that is taken again in the backward pass."""
+    end: list[Any] = []
+    time, mark, *memory = _Rewind.apply(step, state, end, *state.memory.values(), *parameters)  # type: ignore[no-untyped-call]
+    return time, mark, replace(end[0], memory=dict(zip(end[0].memory, memory, strict=True)))
 
 
 class _Rewind(torch.autograd.Function):
-    """`_walked` with a backward pass that walks the chunks a second time."""
+    """A step without a graph, whose backward pass takes it a second time with one."""
 
     @staticmethod
-    def forward(
-        ctx: Any, plan: Walk, state: Any, names: tuple[str, ...], end: list[Any], *inputs: Tensor
-    ) -> tuple[Tensor, ...]:
-        time, mark, last, ctx.states = _walked(plan, state.detach())
-        end.append(last)
-        ctx.plan, ctx.names = plan, names
-        ctx.parameters = inputs[len(names) :]
+    def forward(ctx: Any, step: Score, state: Any, end: list[Any], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.step, ctx.state, ctx.parameters = step, state.detach(), inputs[len(state.memory) :]
+        time, mark, after = step(ctx.state)
+        end.append(after)
         device = time.device.type
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        memory = [last.memory[name] for name in names]
-        ctx.mark_non_differentiable(*(t for t in memory if not t.is_floating_point()))
+        ctx.mark_non_differentiable(*(t for t in after.memory.values() if not t.is_floating_point()))
         ctx.set_materialize_grads(False)
-        return time, mark, *memory
+        return time, mark, *after.memory.values()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_time: Tensor | None, grad_mark: Tensor | None, *grad_memory: Any) -> Any:
-        parameters = [p for p in ctx.parameters if p.requires_grad]
-        sums: dict[int, Tensor] = {}
-        upstream = dict(zip(ctx.names, grad_memory, strict=True))
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        held = ctx.state.memory.items()
+        leaves = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in held}
         device, dtype, enabled = ctx.autocast
-        stop = sum(chunk.times.shape[1] for chunk, _ in ctx.plan.chunks)
-        for i in reversed(range(len(ctx.plan.chunks))):
-            start = stop - ctx.plan.chunks[i][0].times.shape[1]
-            memory = {name: _leaf(t) for name, t in ctx.states[i].memory.items()}
-            with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled):
-                time, mark, after = ctx.plan.step(i, replace(ctx.states[i], memory=memory))
-            pairs = [(time, _part(grad_time, start, stop)), (mark, _part(grad_mark, start, stop))]
-            pairs += [(after.memory[name], grad) for name, grad in upstream.items()]
-            pairs = [(out, grad) for out, grad in pairs if grad is not None and out.requires_grad]
-            leaves = [t for t in memory.values() if t.requires_grad]
-            outs, given = zip(*pairs, strict=True)
-            found = torch.autograd.grad(outs, [*leaves, *parameters], given, allow_unused=True)
-            for p, grad in zip(parameters, found[len(leaves) :], strict=True):
-                if grad is not None:
-                    sums[id(p)] = sums[id(p)].add_(grad) if id(p) in sums else grad.clone()
-            parts = iter(found)
-            upstream = {name: next(parts) if t.requires_grad else None for name, t in memory.items()}
-            stop = start
-        of_parameters = [sums.get(id(p)) for p in ctx.parameters]
-        return None, None, None, None, *(upstream[name] for name in ctx.names), *of_parameters
-
-
-def _leaf(t: Tensor) -> Tensor:
-    return t.detach().requires_grad_(t.is_floating_point())
-
-
-def _part(grad: Tensor | None, start: int, stop: int) -> Tensor | None:
-    return None if grad is None else grad[:, start:stop]
+        with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled):
+            time, mark, after = ctx.step(replace(ctx.state, memory=leaves))
+        pairs = zip((time, mark, *after.memory.values()), grads, strict=True)
+        outs, given = zip(*((t, g) for t, g in pairs if g is not None and t.requires_grad), strict=True)
+        inputs = *leaves.values(), *ctx.parameters
+        wanted = [t for t in inputs if t.requires_grad]
+        found = iter(torch.autograd.grad(outs, wanted, given, allow_unused=True))
+        return None, None, None, *(next(found) if t.requires_grad else None for t in inputs)
 
 
 @contextmanager

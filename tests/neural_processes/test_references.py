@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from constmem.core.layers import CrossAttention, FeedForward, SelfAttention
 from constmem.neural_processes import ANP, BNP, CNP, MODELS, NP, TNPD
-from constmem.neural_processes.bootstrap import drawn, ordered
-from constmem.neural_processes.encoders import PostNormAttention
+from constmem.neural_processes.encoders import PostNormAttention, drawn, ordered
 from constmem.neural_processes.joint import SampleMixture
 from tests.conftest import Refuses
 from tests.laws.models import MIXTURES, assert_same, data, ragged, small
@@ -96,7 +95,7 @@ def test_the_bound_of_latent_models_is_the_slow_one(name: str) -> None:
         all_x, all_y = torch.cat([xi, xt[i : i + 1]], 1), torch.cat([yi, yt[i : i + 1]], 1)
         state = model.condition(xi, yi)
         prior, posterior = model.latent(state), model.latent(model.condition(all_x, all_y))
-        seen = model._represent(model._context(state), all_x).expand(1, 17, -1)[0]
+        seen = model.encoder.attend(model._context(state), all_x).expand(1, 17, -1)[0]
         terms = []
         for k in range(4):
             z = posterior.mean[0, 0] + posterior.stddev[0, 0] * noise[i, k]
@@ -149,7 +148,7 @@ def test_rebuilt_outputs_are_predictions_with_centred_residuals_of_the_data() ->
     assert kept is not None
     k, count, kin = 3, 6, conditional_kin(model)
     uniforms = torch.rand(2, 2, k, 11, dtype=torch.float64)
-    rebuilt = model.bootstrap(x, y, kept, uniforms)
+    rebuilt = model.bootstrap((x, y, kept), uniforms)
     assert rebuilt.shape == (2, k, 11, 2)
     for v in range(k):  # the second task, whose last points are not real
         points, residuals = ((u * count).long()[:count] for u in uniforms[:, 1, v])
