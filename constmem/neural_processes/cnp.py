@@ -218,6 +218,9 @@ class CNP(PoolingProcess[Tensor]):
 
     name: ClassVar[str] = "cnp"
 
+    def __init__(self, **settings: Unpack[EncodingSettings]) -> None:
+        super().__init__(**settings)
+
     def read(self, state: AttentionState) -> Float[Tensor, "b r"]:
         """What both encoders make of their means."""
         return torch.cat([self._context(state), self._pooled(state)], -1)

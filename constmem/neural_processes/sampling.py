@@ -138,6 +138,9 @@ class NP(PoolingProcess[Sampled], LatentProcess[AttentionState]):
 
     name: ClassVar[str] = "np"
 
+    def __init__(self, *, dim_latent: int = 128, **settings: Unpack[SamplingSettings]) -> None:
+        super().__init__(dim_latent=dim_latent, **settings)
+
 
 class ANP(AttendingProcess[Sampled], LatentProcess[StoredPoints]):
     """A latent neural process whose targets attend to the data, which attend to each other.
