@@ -206,6 +206,7 @@ class _Rewind(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: Score, state: Any, end: list[Any], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.step, ctx.state, ctx.parameters = step, state.detach(), inputs[len(state.memory) :]
+        ctx.save_for_backward(*inputs)  # so that PyTorch notices if one is written to before the second time
         time, mark, after = step(ctx.state)
         end.append(after)
         device = time.device.type
@@ -217,6 +218,7 @@ class _Rewind(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        _ = ctx.saved_tensors
         held = ctx.state.memory.items()
         leaves = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in held}
         device, dtype, enabled = ctx.autocast

@@ -183,6 +183,16 @@ def test_reading_after_every_event_changes_nothing(kind: str, monkeypatch: pytes
         close(one, other)
 
 
+@every_model
+def test_weights_written_to_before_the_chunks_are_computed_again_are_noticed(kind: str) -> None:
+    model, events = small(kind), stream(40, 21)
+    loss = model.loss(events, chunk=16)
+    with torch.no_grad():
+        next(p for p in model.parameters() if p.requires_grad).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @every_model
