@@ -486,14 +486,18 @@ def test_a_port_that_is_taken_is_answered_with_advice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_page_that_is_ended_leaves_no_folder(number: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from constmem.cli import main; main()", "page", "--port", "0"]
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # jobs ignore it
+    command = [sys.executable, "-c", f"{heard}; from constmem.cli import main; main()", "page", "--port", "0"]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as running:
         assert running.stdout is not None
         assert running.stdout.readline().startswith("the page: http://127.0.0.1:")
         assert list(tmp_path.glob("constmem-page-*"))
         running.send_signal(number)
-        assert running.wait(60) == 0
+        try:
+            assert running.wait(60) == 0
+        finally:
+            running.kill()
     assert not list(tmp_path.glob("constmem-page-*"))
 
 
