@@ -6,6 +6,7 @@ from subprocess import PIPE, Popen
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from constmem import Stream
 from constmem.core.monoid import all_merge
@@ -70,3 +71,21 @@ def test_a_state_that_does_not_merge_is_refused() -> None:
     stream = Stream(small_models.small("gru"), start=0.0)
     with pytest.raises(TypeError, match="does not merge"):
         all_merge(stream.state)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_a_state_on_a_gpu_travels_by_nccl(kind: str, tmp_path: Path) -> None:
+    """Alone, as NCCL wants a GPU for each process: through the GPU and back, to the last bit."""
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        x, y, _, _ = small_models.data(30)
+        state = small_models.small(kind).cuda().condition(x.cuda(), y.cuda())
+        found = all_merge(state)
+    finally:
+        dist.destroy_process_group()
+    assert found.fingerprint == state.fingerprint
+    for name, t in state.tensors().items():
+        assert found.tensors()[name].is_cuda == t.is_cuda
+        assert torch.equal(found.tensors()[name], t)
